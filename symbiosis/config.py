@@ -1,0 +1,186 @@
+"""Every option of the server and of the client, declared once: name, type, default, bounds and help.
+
+One rule: an options object holds exactly what it was given, plus defaults; `ServerOptions(...)` and
+`ClientOptions(...)` read nothing from outside. Whoever wants the surroundings read asks for it by name:
+
+    explicit  >  environment variable  >  TOML file  >  default
+
+    who reads                    explicit is            environment          TOML file named by
+    symbiosis-flight-server      its command line       SYMBIOSIS_*          --config or SYMBIOSIS_CONFIG
+    symbiosis.connect(url, ...)  its keyword arguments  SYMBIOSIS_CLIENT_*   SYMBIOSIS_CLIENT_CONFIG
+    symbiosis.serve(model, ...)  its keyword arguments  not read             not read
+
+`serve()` runs inside somebody's program and does what that program says. `connect()` runs in a notebook whose
+surroundings somebody else may own (JupyterHub, a container), so they may speak through the environment.
+A file is flat: its keys are the field names below. An empty environment variable counts as not set.
+How the layers are read, and how errors are worded, is in settings.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from symbiosis.settings import ENV_PREFIX, Options, Setting
+
+MIN_MESSAGE_BYTES = 1024
+# The wire's own limits, from flight/protocol.py, which imports torch and so cannot be asked from here; a test
+# keeps the two equal.
+MAX_MESSAGE_BYTES = 2**30
+MAX_REQUEST_TIMEOUT_S = 3600
+
+TOKEN_REFUSAL = (
+    "authentication does not exist yet, so a token would protect nothing and is refused; leave it out, "
+    "and keep the server on a loopback host"
+)
+
+
+def _parse_bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(value))
+    except ValidationError:
+        raise ValueError("expected a number of bytes, such as 67108864 or 64MiB") from None
+
+
+def _check_device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise ValueError("expected auto, cpu, cuda or cuda:N")
+    return value
+
+
+def _refuse_token(value: object) -> object:
+    if value is not None:
+        raise ValueError(TOKEN_REFUSAL)
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
+Device = Annotated[str, AfterValidator(_check_device)]
+Token = Annotated[
+    SecretStr | None,
+    BeforeValidator(_refuse_token),
+    Field(description="Refused in this version: authentication does not exist yet."),
+]
+
+
+class ServerOptions(Options):
+    """Options of one server process, which holds one frozen base model."""
+
+    model: str = Field(description="Base model: a Hugging Face id, a local directory, or demo.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of the model on the hub.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Number type of the weights; auto = the checkpoint's (demo: float32)."
+    )
+    device: Device = Field(
+        default="auto", description="auto, cpu, cuda or cuda:N; auto = cuda if there is one."
+    )
+    host: str = Field(default="127.0.0.1", description="Address to bind; the default is this machine only.")
+    port: int = Field(default=8815, ge=0, le=65535, description="TCP port; 0 = any free one.")
+    port_file: Path | None = Field(
+        default=None, description="Write the real port to this file, atomically, once the server answers."
+    )
+    threads: int = Field(default=0, ge=0, le=4096, description="CPU threads for computing; 0 = all cores.")
+    max_message_bytes: Bytes = Field(
+        default=64 * 2**20,
+        ge=MIN_MESSAGE_BYTES,
+        le=MAX_MESSAGE_BYTES,
+        description="Largest message on the wire; tensors above it travel in parts.",
+    )
+    max_batch_tokens: int = Field(default=8192, ge=1, description="Most tokens computed in one batch.")
+    max_queue_bytes: Bytes = Field(
+        default=2**30,
+        ge=MIN_MESSAGE_BYTES,
+        description="Most bytes of waiting requests; above it new ones are refused with a retry-after.",
+    )
+    max_wait_us: int = Field(
+        default=0, ge=0, le=1_000_000, description="Longest wait of a batch for more; 0 = take what is there."
+    )
+    drain_timeout_s: float = Field(
+        default=10.0, ge=0, description="Longest time that requests under way get to finish at shutdown."
+    )
+    name: str | None = Field(default=None, description="Model name for clients; not set = the model's own.")
+    cache_dir: Path | None = Field(
+        default=None, description="Folder for what the server keeps; not set = the user's cache folder."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe message that is logged to stderr."
+    )
+    local_files_only: bool = Field(
+        default=False, description="Never ask the model hub; HF_HUB_OFFLINE=1 does the same."
+    )
+    token: Token = None
+
+    @property
+    def cache_path(self) -> Path:
+        """`cache_dir`, or the user's cache folder where it is not set; it may not exist yet."""
+        if self.cache_dir is not None:
+            return self.cache_dir
+        from platformdirs import user_cache_path
+
+        return user_cache_path("symbiosis", appauthor=False)
+
+    @model_validator(mode="after")
+    def _check_queue_holds_a_message(self) -> Self:
+        if self.max_queue_bytes < self.max_message_bytes:
+            raise ValueError(
+                f"max_queue_bytes is {self.max_queue_bytes}, less than max_message_bytes, which is "
+                f"{self.max_message_bytes}: a full message would never fit; raise one or lower the other"
+            )
+        return self
+
+
+class ClientOptions(Options):
+    """Options of one connection."""
+
+    env_prefix: ClassVar[str] = ENV_PREFIX + "CLIENT_"
+
+    request_timeout_s: float = Field(
+        default=120.0, gt=0, le=MAX_REQUEST_TIMEOUT_S, description="Longest wait for the reply to a call."
+    )
+    connect_timeout_s: float = Field(
+        default=10.0, gt=0, description="Longest wait for the server at connect."
+    )
+    max_message_bytes: Bytes | None = Field(
+        default=None,
+        ge=MIN_MESSAGE_BYTES,
+        le=MAX_MESSAGE_BYTES,
+        description="Largest message to send; not set = as the server says, and never above that.",
+    )
+    max_streams: int = Field(default=8, ge=1, le=1024, description="Most streams kept open to the server.")
+    lm_head: Literal["auto", "local", "remote"] = Field(
+        default="auto", description="Where the output head runs; auto = local if tied to the embedding."
+    )
+    token: Token = None
+
+
+def load_client_options(
+    explicit: Mapping[str, object], *, environ: Mapping[str, str] | None = None
+) -> ClientOptions:
+    """The options of a connection: keyword arguments over environment over file over default.
+
+    Args:
+        explicit: the caller's keyword arguments; one that is None counts as not given.
+        environ: os.environ when None.
+
+    Raises:
+        ConfigError: an unknown name, or a bad value, in any of the sources.
+    """
+    given = {
+        name: Setting(value, f"argument {name}") for name, value in explicit.items() if value is not None
+    }
+    return ClientOptions.from_settings(ClientOptions.collect(given, environ=environ))

@@ -1,0 +1,298 @@
+"""connect(url) -> Connection: wrap(), load_model(), tokenizer(), stats(), close().
+
+One rule: a Connection is the only live object a user holds. It agrees on the model once, at connect;
+everything it hands out calls through it, and it can be closed, copied and shown without surprises.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import os
+import platform
+import uuid
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from symbiosis import skeleton, wrapping
+from symbiosis.caller import Caller
+from symbiosis.config import ClientOptions, load_client_options
+from symbiosis.errors import ConfigError, ProtocolError, ProtocolVersionError, from_wire
+from symbiosis.flight import protocol
+from symbiosis.flight.channel import Channel, FlightChannel
+from symbiosis.flight.protocol import Manifest
+from symbiosis.telemetry import EventBus, Recorder, Stats
+from symbiosis.wrapping import Granularity, Place, Plan
+
+logger = logging.getLogger(__name__)
+M = TypeVar("M", bound=nn.Module)
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    request_timeout_s: float | None = None,
+    connect_timeout_s: float | None = None,
+    max_message_bytes: int | None = None,
+    max_streams: int | None = None,
+    lm_head: Place | None = None,
+) -> Connection:
+    """Connect to a base-model server and agree on the model.
+
+    Args:
+        url: `grpc://HOST:PORT`, as the server prints it.
+        token: refused in this version, since there is no authentication yet.
+        request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, lm_head: as in
+            `symbiosis.config.ClientOptions`; what is not given is read from SYMBIOSIS_CLIENT_* variables.
+
+    Raises:
+        ConfigError: a bad URL or option.
+        ConnectError: nothing answers there.
+        ProtocolVersionError: the server speaks another version.
+    """
+    explicit = {
+        "token": token,
+        "request_timeout_s": request_timeout_s,
+        "connect_timeout_s": connect_timeout_s,
+        "max_message_bytes": max_message_bytes,
+        "max_streams": max_streams,
+        "lm_head": lm_head,
+    }
+    options = load_client_options(explicit)
+    channel = FlightChannel(url, max_streams=options.max_streams)
+    try:
+        return Connection(channel, channel.url, options)
+    except BaseException:
+        channel.close()
+        raise
+
+
+class Connection:
+    """A session with one server. Make one with `connect`.
+
+    Attributes:
+        url: where the server is.
+        manifest: what it serves.
+        bus: telemetry of every call; subscribe to follow along.
+        plan: what runs where in the model wrapped last, or None.
+    """
+
+    def __init__(self, channel: Channel, url: str, options: ClientOptions) -> None:
+        self.url = url
+        self.options = options
+        self.bus = EventBus()
+        self.plan: Plan | None = None
+        self._channel = channel
+        self._recorder = Recorder()
+        self.bus.subscribe(self._recorder.record)
+        self._closed = False
+        self._files: dict[str, bytes] | None = None
+        self.manifest = self._hello()
+        channel.open_header = self._open_header()
+        self._caller = Caller(
+            channel,
+            {info.name: info for info in self.manifest.modules},
+            self.bus,
+            min(options.max_message_bytes or self.manifest.max_message_bytes, self.manifest.max_message_bytes),
+            options.request_timeout_s,
+        )
+
+    # --- models -----------------------------------------------------------------------------------
+
+    def wrap(
+        self,
+        model: M,
+        *,
+        granularity: Granularity = "linear",
+        lm_head: Place | None = None,
+        local: Sequence[str] = (),
+        keep_weights: bool = False,
+        verify: bool = True,
+    ) -> M:
+        """Make the frozen base layers of a model remote, in place, and free their weights.
+
+        Args:
+            model: a transformers model or a PeftModel, with weights or on the meta device.
+            granularity: "linear" or "module" (a frozen MLP in one call; its backward computes it again).
+            lm_head: where the output head runs; None is the connection's option.
+            local: names or glob patterns of modules to keep here, such as "*.layers.0.*".
+            keep_weights: keep the replaced layers in memory, so that `unwrap` works.
+            verify: compare weight hashes with the server's; shapes are always compared.
+
+        Returns:
+            The same object.
+
+        Raises:
+            ModelMismatchError: it is not the server's model; nothing was changed.
+            UnsupportedMethodError: an adapter that needs base weights; nothing was changed.
+        """
+        self.plan = wrapping.wrap(
+            model,
+            self.manifest,
+            self._caller,
+            granularity=granularity,
+            lm_head=lm_head or self.options.lm_head,
+            local=local,
+            keep_weights=keep_weights,
+            verify=verify,
+        )
+        if any(parameter.device.type == "meta" for parameter in model.parameters()):
+            skeleton.fill(model, self.manifest.parameters, self._parameters())
+        return model
+
+    def load_model(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        granularity: Granularity = "linear",
+        lm_head: Place | None = None,
+    ) -> Any:
+        """A transformers model of the server's architecture, wrapped, without ever holding base weights.
+
+        Args:
+            dtype: of the client's parameters and of what travels; None is the server's.
+            granularity, lm_head: as in `wrap`.
+
+        Raises:
+            ModelMismatchError: the installed transformers does not know the architecture.
+            ConfigError: lm_head="local" for a head that the server does not give away.
+        """
+        lm_head = lm_head or self.options.lm_head
+        self._check_head(lm_head)
+        model = skeleton.build(self.manifest, dtype or protocol.DTYPES[self.manifest.dtype])
+        self.wrap(model, granularity=granularity, lm_head=lm_head)
+        generation_config = skeleton.generation_config_from(self._published_files())
+        if generation_config is not None:
+            model.generation_config = generation_config
+        return model
+
+    def unwrap(self, model: M) -> M:
+        """Put back the layers that `wrap(keep_weights=True)` kept; returns the same object.
+
+        Raises:
+            UnsupportedMethodError: the model is not wrapped, or its weights were freed.
+        """
+        wrapping.unwrap(model)
+        return model
+
+    def tokenizer(self) -> Any:
+        """The server's tokenizer, without a model hub.
+
+        Raises:
+            ConfigError: the server publishes none.
+        """
+        if not any("tokenizer" in name or name.endswith(".model") for name in self.manifest.files):
+            raise ConfigError(f"{self.manifest.model} at {self.url} publishes no tokenizer; load it with transformers")
+        return skeleton.tokenizer_from(self._published_files())
+
+    # --- the session --------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Calls, tokens, bytes and where the time went, since connect. Subtract two to get what lies between."""
+        return self._recorder.stats()
+
+    def server_stats(self) -> protocol.ServerStats:
+        """The server's own counters, over all its clients."""
+        return self._action("stats", b"", protocol.ServerStats)
+
+    def health(self) -> protocol.Health:
+        """Whether the server computes: it runs a real GEMM before it answers."""
+        return self._action("health", b"", protocol.Health)
+
+    def close(self) -> None:
+        """End all streams. Wrapped models stay as they are; their next call raises ClosedError."""
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Connection:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a live connection cannot be pickled; connect again in the other process")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        calls = self._recorder.stats().calls
+        return f"<Connection {self.url} {state} {self.manifest.model}: {calls:,} calls>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("server", self.url + (" (closed)" if self._closed else "")),
+            ("model", f"{self.manifest.model} ({self.manifest.architecture}, {self.manifest.dtype})"),
+            ("modules", f"{len(self.manifest.modules)}, {self.manifest.base_bytes / 1e6:,.0f} MB held there"),
+            *self.stats().rows(),
+        ]
+        cells = "".join(f"<tr><th style='text-align:left'>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in rows)
+        return f"<table>{cells}</table>"
+
+    def _hello(self) -> Manifest:
+        body = protocol.encode_header(protocol.Hello(protocol=protocol.VERSION))
+        manifest: Manifest = self._action("hello", body, Manifest)
+        if manifest.protocol != protocol.VERSION:
+            raise ProtocolVersionError(
+                f"{self.url} speaks protocol {manifest.protocol}, this client {protocol.VERSION}; "
+                "install the same symbiosis-flight release on both sides"
+            )
+        return manifest
+
+    def _open_header(self) -> bytes:
+        client = f"{platform.node()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        return protocol.encode_header(
+            protocol.Open(protocol=protocol.VERSION, fingerprint=self.manifest.fingerprint, client=client)
+        )
+
+    def _action(self, name: str, body: bytes, kind: Any) -> Any:
+        answer = protocol.decode_header(
+            self._channel.action(name, body, self.options.connect_timeout_s), kind | protocol.Error
+        )
+        if isinstance(answer, protocol.Error):
+            raise from_wire(answer.code, answer.message)
+        return answer
+
+    def _check_head(self, lm_head: Place) -> None:
+        heads = [info for info in self.manifest.modules if info.name.endswith("lm_head")]
+        if lm_head == "local" and any(not info.tied for info in heads):
+            raise ConfigError(
+                "lm_head='local': this head is not tied to the embedding, and the server does not give its weight away; "
+                "use lm_head='remote', or wrap a model that has its weights"
+            )
+
+    def _parameters(self) -> Iterator[tuple[str, int, int, memoryview]]:
+        total = sum(info.nbytes for info in self.manifest.parameters)
+        with tqdm(total=total, desc="fetching parameters", unit="B", unit_scale=True, leave=False, delay=1) as bar:
+            for chunk in self._download("parameters"):
+                yield chunk
+                bar.update(len(chunk[3]))
+
+    def _published_files(self) -> dict[str, bytes]:
+        if self._files is None:
+            found: dict[str, bytes] = {}
+            for name, _, _, data in self._download("files"):
+                found[name] = found.get(name, b"") + bytes(data)
+            self._files = found
+        return self._files
+
+    def _download(self, what: str) -> Iterator[tuple[str, int, int, memoryview]]:
+        ticket = protocol.encode_header(protocol.Ticket(what=what))  # type: ignore[arg-type]
+        for message in self._channel.download(ticket, self.options.request_timeout_s):
+            header = protocol.decode_header(message.app_metadata, protocol.Chunk | protocol.Error)
+            if isinstance(header, protocol.Error):
+                raise from_wire(header.code, header.message)
+            body = memoryview(protocol.body_of(message.data))
+            if header.offset_bytes + len(body) > header.total_bytes:
+                raise ProtocolError(f"chunk of {header.name!r} exceeds its total of {header.total_bytes:,} bytes")
+            yield header.name, header.offset_bytes, header.total_bytes, body

@@ -1,0 +1,277 @@
+"""The client half of the wire: a pool of open streams, deadlines, interruptible waits.
+
+One rule: bytes in, bytes out. This module knows Flight and no tensors; every Flight error is turned
+into one of ours here, at one point. A stream whose call did not end cleanly is never used again, so a
+late reply can not be taken for another call's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from symbiosis.errors import (
+    AuthError,
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    DeadlineExceededError,
+    ProtocolError,
+    SymbiosisError,
+)
+from symbiosis.flight import protocol
+from symbiosis.interrupts import Watch, WatchedCall
+
+T = TypeVar("T")
+SCHEMES = ("grpc://", "grpc+tcp://", "grpc+unix://")
+CHANNEL_OPTIONS = [
+    # A channel of its own: no shared back-off state, and a quick retry when a server is restarted.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+
+
+class Message(Protocol):
+    """One message of a stream: header bytes and a record batch."""
+
+    app_metadata: Any
+    data: pa.RecordBatch | None
+
+
+class Channel(Protocol):
+    """The transport seam: everything above it runs over any object with these methods."""
+
+    open_header: bytes  # what streams are opened with: docs/protocol.md section 3
+
+    def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Message:
+        """Send one message on an open stream and wait for its answer; deadline_s is `time.monotonic()`."""
+
+    def action(self, name: str, body: bytes, timeout_s: float) -> bytes:
+        """Run one Flight action."""
+
+    def download(self, ticket: bytes, timeout_s: float) -> Iterator[Message]:
+        """The messages of a DoGet."""
+
+    def close(self) -> None:
+        """End all streams."""
+
+
+def check_url(url: str) -> str:
+    """Normalise a server URL.
+
+    Raises:
+        ConfigError: a scheme this version does not speak, or no host and port.
+    """
+    if url.startswith("grpc+tls://"):
+        raise ConfigError(f"{url}: TLS is not available in this version; use grpc:// over loopback or an SSH tunnel")
+    if not url.startswith(SCHEMES):
+        raise ConfigError(f"{url!r} is not a server URL; expected grpc://HOST:PORT, such as grpc://127.0.0.1:8815")
+    host, colon, port = url.partition("://")[2].rstrip("/").rpartition(":")
+    if not url.startswith("grpc+unix://") and not (colon and host and port.isdigit()):
+        raise ConfigError(f"{url!r} has no host and port; expected grpc://HOST:PORT, such as grpc://127.0.0.1:8815")
+    return url.rstrip("/")
+
+
+class FlightChannel:
+    """Flight streams to one server.
+
+    Args:
+        url: `grpc://HOST:PORT`.
+        max_streams: most streams open at once; further calls wait for one.
+    """
+
+    def __init__(self, url: str, max_streams: int = 8) -> None:
+        self.url = check_url(url)
+        self.open_header = b""
+        self._max_streams = max_streams
+        self._watch = Watch()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._reset()
+
+    def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Message:
+        while True:
+            stream = self._checkout(deadline_s)
+            fresh = stream.calls == 0
+            try:
+                return self._exchange_on(stream, header, batch, deadline_s)
+            except _Interrupted:
+                continue  # the program handled the signal and goes on: the call is pure, send it again
+            except ConnectError:
+                # An idle stream dies with the server or a proxy; that says nothing about a new one.
+                if fresh or self._closed:
+                    raise
+
+    def action(self, name: str, body: bytes, timeout_s: float) -> bytes:
+        def run() -> bytes:
+            options = fl.FlightCallOptions(timeout=timeout_s)
+            results = list(self._connected().do_action(fl.Action(name, body), options))
+            if len(results) != 1:
+                raise ProtocolError(f"action {name} of {self.url} answered {len(results)} results, expected 1")
+            return bytes(results[0].body)
+
+        return _interruptible(lambda: self._mapped(run))
+
+    def download(self, ticket: bytes, timeout_s: float) -> Iterator[Message]:
+        options = fl.FlightCallOptions(timeout=timeout_s)
+        reader = self._mapped(lambda: self._connected().do_get(fl.Ticket(ticket), options))
+        try:
+            while (chunk := _interruptible(lambda: self._mapped(lambda: _next_chunk(reader)))) is not None:
+                yield chunk
+        finally:
+            reader.cancel()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for stream in idle:
+            stream.end()
+        self._watch.close()
+        if self._client is not None and self._pid == os.getpid():
+            self._client.close()
+
+    def _reset(self) -> None:
+        """Start over in this process: gRPC does not survive a fork, so a child opens its own."""
+        self._pid = os.getpid()
+        self._client: fl.FlightClient | None = None
+        self._idle: list[_Stream] = []
+        self._free = threading.Semaphore(self._max_streams)
+
+    def _connected(self) -> fl.FlightClient:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the connection to {self.url} was closed; call symbiosis.connect again")
+            if self._pid != os.getpid():
+                self._reset()
+            if self._client is None:
+                self._client = fl.FlightClient(self.url, generic_options=[*CHANNEL_OPTIONS, *_proxy(self.url)])
+            return self._client
+
+    def _checkout(self, deadline_s: float) -> _Stream:
+        client = self._connected()
+        if not self._free.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise DeadlineExceededError(
+                f"all {self._max_streams} streams to {self.url} stayed busy until the deadline; raise max_streams"
+            )
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return self._mapped(lambda: _Stream(client, self.open_header))
+        except BaseException:
+            self._free.release()
+            raise
+
+    def _exchange_on(self, stream: _Stream, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Message:
+        clean = False
+        call = self._watch.call(stream.cancel, deadline_s)
+        try:
+            with call:
+                reply = self._mapped(lambda: stream.exchange(header, batch), call)
+            clean = True
+            return reply
+        finally:
+            # KeyboardInterrupt may arrive anywhere above; a stream with an unread reply is not reused.
+            with self._lock:
+                reuse = clean and not self._closed
+                if reuse:
+                    self._idle.append(stream)
+            self._free.release()
+            if not reuse:
+                stream.end()
+
+    def _mapped(self, run: Callable[[], T], call: WatchedCall | None = None) -> T:
+        """Run, with Flight's errors as ours: the one place where they are told apart."""
+        try:
+            return run()
+        except SymbiosisError:
+            raise
+        except (pa.ArrowException, StopIteration) as error:
+            stopped = call.stopped if call else ""
+            raise self._translate(error, stopped) from None
+
+    def _translate(self, error: Exception, stopped: str) -> Exception:
+        if stopped == "interrupted":
+            return _Interrupted()
+        if stopped == "expired" or isinstance(error, fl.FlightTimedOutError):
+            return DeadlineExceededError(
+                f"no reply from {self.url} within the deadline; the server may be overloaded or gone "
+                "(request_timeout_s sets the limit)"
+            )
+        if isinstance(error, (fl.FlightUnauthenticatedError, fl.FlightUnauthorizedError)):
+            return AuthError(f"{self.url} refused the credentials")
+        if self._closed:
+            return ClosedError(f"the connection to {self.url} was closed while a call was under way")
+        reason = str(error).partition(" gRPC client debug context")[0].partition("Detail:")[0] or "the stream ended"
+        return ConnectError(
+            f"no connection to {self.url}: {reason.strip()} Check that symbiosis-flight-server runs there "
+            "and prints 'listening on', then repeat the call"
+        )
+
+
+class _Interrupted(Exception):
+    """A signal ended the call and its Python handler chose not to raise."""
+
+
+class _Stream:
+    """One open DoExchange stream, for one call at a time."""
+
+    def __init__(self, client: fl.FlightClient, open_header: bytes) -> None:
+        self._writer, self._reader = client.do_exchange(fl.FlightDescriptor.for_command(open_header))
+        self._writer.begin(protocol.SCHEMA)
+        self.calls = 0
+
+    def exchange(self, header: bytes, batch: pa.RecordBatch) -> Message:
+        self._writer.write_with_metadata(batch, header)
+        reply: Message = self._reader.read_chunk()
+        self.calls += 1
+        return reply
+
+    def cancel(self) -> None:
+        with contextlib.suppress(pa.ArrowException):
+            self._reader.cancel()
+
+    def end(self) -> None:
+        self.cancel()
+        with contextlib.suppress(pa.ArrowException, OSError):
+            self._writer.close()
+
+
+def _next_chunk(reader: Any) -> Any:
+    try:
+        return reader.read_chunk()
+    except StopIteration:
+        return None
+
+
+def _proxy(url: str) -> list[tuple[str, int]]:
+    host = url.partition("://")[2]
+    loopback = host.startswith(("127.", "localhost:", "[::1]"))
+    return [("grpc.enable_http_proxy", 0)] if loopback else []
+
+
+def _interruptible(run: Callable[[], T]) -> T:
+    """Run in a thread and wait for it, so that Ctrl-C returns at once; for rare calls, at 0.1 ms each."""
+    if threading.current_thread() is not threading.main_thread():
+        return run()
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="symbiosis-rare-call", daemon=True).start()
+    return future.result()

@@ -1,0 +1,124 @@
+"""The one thread that touches the device: concatenate, compute, split.
+
+One rule: a task fails alone. What a batch cannot compute together is computed task by task, and an
+error goes to the future of the task that caused it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from symbiosis.errors import (
+    DeadlineExceededError,
+    RemoteComputeError,
+    RemoteOutOfMemoryError,
+    SymbiosisError,
+)
+from symbiosis.flight.base_model import BaseModel
+from symbiosis.flight.scheduler import Batch, Scheduler, Task
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Output rows of one task [N, d], on the CPU in the dtype of its input, and how they came about."""
+
+    output: torch.Tensor
+    queue_s: float
+    compute_s: float
+    batch_requests: int
+    batch_tokens: int
+
+
+class Executor:
+    """Runs batches of a scheduler on a base model, in a thread of its own.
+
+    Args:
+        base: the model.
+        scheduler: where batches come from.
+        observe: called after each batch with (batch, seconds computed); must be quick.
+    """
+
+    def __init__(
+        self, base: BaseModel, scheduler: Scheduler, observe: Callable[[Batch, float], None] | None = None
+    ) -> None:
+        self._base = base
+        self._scheduler = scheduler
+        self._observe = observe or (lambda batch, seconds: None)
+        self._thread = threading.Thread(target=self._loop, name="symbiosis-executor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread, which ends once the scheduler is closed and empty; True if it did."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        with torch.no_grad():  # not inference_mode: a block's grad_input needs autograd inside
+            while (batch := self._scheduler.next_batch()) is not None:
+                self._run(batch)
+
+    def _run(self, batch: Batch) -> None:
+        now_s = time.perf_counter()
+        tasks = [task for task in batch.tasks if self._in_time(task, now_s)]
+        if tasks and not self._attempt(tasks) and len(tasks) > 1:
+            for task in tasks:
+                self._attempt([task])
+
+    def _attempt(self, tasks: list[Task]) -> bool:
+        """Compute tasks as one; on failure a lone task gets its error, several are left unanswered."""
+        started_s = time.perf_counter()
+        try:
+            outputs = self._compute(tasks)
+        except Exception as error:
+            if len(tasks) > 1:
+                logger.warning("batch of %d failed together, trying each alone: %s", len(tasks), error)
+            else:
+                tasks[0].result.set_exception(_as_ours(error))
+            return False
+        computed_s = time.perf_counter() - started_s
+        tokens = sum(task.tokens for task in tasks)
+        for task, output in zip(tasks, outputs, strict=True):
+            task.result.set_result(Result(output, started_s - task.enqueued_s, computed_s, len(tasks), tokens))
+        self._observe(Batch(tasks[0].key, tuple(tasks)), computed_s)
+        return True
+
+    def _compute(self, tasks: list[Task]) -> list[torch.Tensor]:
+        """Concatenate by tokens -> one operation -> split: N_1 + N_2 + ... rows."""
+        key = tasks[0].key
+        columns = zip(*(task.tensors for task in tasks), strict=True)
+        inputs = [self._load(torch.cat(c) if len(c) > 1 else c[0]) for c in columns]
+        output = self._base.run(key.op, key.modules, inputs)
+        output = output.to(device="cpu", dtype=tasks[0].tensors[0].dtype)
+        return list(output.split([task.tokens for task in tasks]))
+
+    def _load(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self._base.device, dtype=self._base.dtype)
+
+    @staticmethod
+    def _in_time(task: Task, now_s: float) -> bool:
+        if now_s <= task.deadline_s:
+            return task.result.set_running_or_notify_cancel()
+        task.result.set_exception(
+            DeadlineExceededError(f"call waited {now_s - task.enqueued_s:.3f} s in the queue, past its deadline")
+        )
+        return False
+
+
+def _as_ours(error: Exception) -> SymbiosisError:
+    """Any failure as one of the tree; details stay in the server's log."""
+    if isinstance(error, SymbiosisError):
+        return error
+    logger.error("computing a call failed", exc_info=error)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return RemoteOutOfMemoryError("the server's device ran out of memory for this call; send fewer tokens at once")
+    return RemoteComputeError(f"the server failed while computing ({type(error).__name__}); its log has the details")

@@ -1,0 +1,256 @@
+"""Server: a base model, a scheduler, an executor and a Flight service, started and drained together.
+
+    load -> listen -> serve -> drain
+
+One rule: the port opens only when a call can be answered, and closes before the work that was
+accepted is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import pyarrow.flight as fl
+import torch
+from torch import nn
+
+from symbiosis._version import __version__
+from symbiosis.config import ServerOptions
+from symbiosis.errors import ConfigError
+from symbiosis.flight import protocol
+from symbiosis.flight.base_model import BaseModel
+from symbiosis.flight.executor import Executor
+from symbiosis.flight.scheduler import Batch, Scheduler
+from symbiosis.flight.service import Service
+
+logger = logging.getLogger(__name__)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Server:
+    """A running base-model service; use it as a context manager, or call `close()`.
+
+    Args:
+        base: what to serve.
+        options: where and within which limits.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+
+    def __init__(self, base: BaseModel, options: ServerOptions) -> None:
+        self.base = base
+        self.options = options
+        self._started_s = time.monotonic()
+        self._counters = _Counters()
+        self._scheduler = Scheduler(
+            max_batch_tokens=options.max_batch_tokens, max_queue_bytes=options.max_queue_bytes
+        )
+        self._executor = Executor(base, self._scheduler, self._counters.observe)
+        self._draining = False
+        self._manifest = self._describe()
+        self._service = self._bind()
+        self._executor.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._service.port)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
+        return f"grpc://{host}:{self.port}"
+
+    def close(self, drain_timeout_s: float | None = None) -> bool:
+        """Refuse new calls, finish those accepted, close the port; True if all was finished in time.
+
+        Streams that clients keep open cannot be closed from this side: calls on them are refused as
+        draining, and they end with the client's connection or with this process.
+        """
+        if self._draining:
+            return True
+        self._draining = True
+        limit_s = self.options.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
+        deadline_s = time.monotonic() + limit_s
+        self._scheduler.close()
+        finished = self._executor.join(limit_s)
+        closing = threading.Thread(target=self._service.shutdown, name="symbiosis-shutdown", daemon=True)
+        closing.start()
+        closing.join(max(0.5, min(2.0, deadline_s - time.monotonic())))
+        return finished
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "draining" if self._draining else "serving"
+        return f"<Server {self.url} {state} {self.base.name}: {len(self.base.modules)} modules>"
+
+    def stats(self) -> protocol.ServerStats:
+        """Counters since start, as the `stats` action gives them."""
+        counters = self._counters
+        return protocol.ServerStats(
+            uptime_s=time.monotonic() - self._started_s,
+            requests=counters.requests,
+            batches=counters.batches,
+            tokens=counters.tokens,
+            errors=self._service.errors,
+            queued=self._scheduler.queued,
+            clients=self._service.clients,
+            compute_s=counters.compute_s,
+            mean_batch=counters.requests / counters.batches if counters.batches else 0.0,
+            memory_bytes=peak_memory_bytes(),
+        )
+
+    def _describe(self) -> protocol.Manifest:
+        base = self.base
+        return protocol.Manifest(
+            protocol=protocol.VERSION,
+            server_version=__version__,
+            model=base.name,
+            revision=base.revision,
+            architecture=base.architecture,
+            dtype=protocol.TAGS.get(base.dtype, "F32"),
+            config=base.config.to_json_string(use_diff=False),
+            fingerprint=base.fingerprint,
+            max_message_bytes=self.options.max_message_bytes,
+            modules=base.module_infos(),
+            parameters=base.parameter_infos(),
+            files=sorted(base.files()),
+            base_bytes=base.base_bytes,
+        )
+
+    def _bind(self) -> Service:
+        if self.options.host not in LOOPBACK:
+            logger.warning("listening on %s without TLS: anyone who reaches it may use it", self.options.host)
+        host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
+        location = f"grpc://{host}:{self.options.port}"
+        actions = {"hello": lambda: self._manifest, "health": self._health, "stats": self.stats}
+        try:
+            _refuse_taken(self.options.host, self.options.port)
+            return Service(location, self.base, self._scheduler, actions, self.options.max_message_bytes)
+        except (fl.FlightError, OSError) as error:
+            raise ConfigError(
+                f"cannot listen on {location}: {error}. Stop what uses the port, or give --port another one (0: any free)"
+            ) from error
+
+    def _health(self) -> protocol.Health:
+        """A real product of the first linear, through the model but beside the queue."""
+        started_s = time.perf_counter()
+        name, linear = next(iter(self.base.linears.items()))
+        with torch.no_grad():
+            x = torch.ones(1, linear.d_in, dtype=self.base.dtype, device=self.base.device)
+            self.base.run("forward", [name], [x]).sum().item()
+        return protocol.Health(
+            status="draining" if self._draining else "serving",
+            uptime_s=time.monotonic() - self._started_s,
+            gemm_us=int((time.perf_counter() - started_s) * 1e6),
+        )
+
+
+class _Counters:
+    """What the executor did; written by its thread only."""
+
+    def __init__(self) -> None:
+        self.requests = self.batches = self.tokens = 0
+        self.compute_s = 0.0
+
+    def observe(self, batch: Batch, computed_s: float) -> None:
+        self.requests += len(batch.tasks)
+        self.batches += 1
+        self.tokens += batch.tokens
+        self.compute_s += computed_s
+
+
+def serve(model: nn.Module | str, *, tokenizer: Any = None, **options: Any) -> Server:
+    """Serve a model from inside this process.
+
+    Args:
+        model: a transformers model (its weights are shared, not copied), or what `--model` takes.
+        tokenizer: published to clients; a model given by name brings its own.
+        **options: fields of ServerOptions, such as port=0.
+
+    Raises:
+        ConfigError: a bad option, or an address that cannot be bound.
+    """
+    if isinstance(model, str):
+        from symbiosis.flight.loading import load_base  # loads transformers' auto classes only if needed
+
+        settings = ServerOptions(model=model, **options)
+        return Server(load_base(settings), settings)
+    settings = ServerOptions(model=options.pop("name", None) or type(model).__name__, **options)
+    base = BaseModel(model, name=getattr(model.config, "_name_or_path", "") or settings.model, tokenizer=tokenizer)
+    return Server(base, settings)
+
+
+def run(options: ServerOptions) -> int:
+    """The life of a server process: load, listen, say so, wait for a signal, drain."""
+    from symbiosis.flight.loading import load_base
+
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        logger.info("%s: draining", signal.Signals(number).name)
+        stop.set()
+
+    base = load_base(options)
+    server = Server(base, options)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    print(_listening(server), flush=True)
+    if options.port_file:
+        _write_port(options.port_file, server.port)
+    while not stop.wait(3600):
+        pass
+    finished = server.close()
+    sys.stdout.flush()
+    logging.shutdown()
+    # Streams that clients left open would keep gRPC's threads, and so the process, alive.
+    os._exit(0 if finished else 1)
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _listening(server: Server) -> str:
+    base = server.base
+    return (
+        f"listening on {server.url} model={base.name} modules={len(base.modules)} "
+        f"memory={base.base_bytes / 1e6:.0f}MB dtype={str(base.dtype).removeprefix('torch.')} device={base.device} "
+        f"fingerprint={base.fingerprint[:12]}"
+    )
+
+
+def _write_port(path: Path, port: int) -> None:
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(f"{port}\n")
+    part.replace(path)
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    """gRPC binds with SO_REUSEPORT, so two servers would share a port silently; ask the socket layer first."""
+    import socket
+
+    if not port:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))

@@ -1,0 +1,244 @@
+"""The server half of the wire: decode, submit, wait, encode.
+
+One rule: a failure is an error header in the stream. An exception that left a Flight handler would
+end the stream and carry this process's traceback to the client, so none does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from symbiosis.errors import (
+    DeadlineExceededError,
+    MessageTooLargeError,
+    ModelMismatchError,
+    ProtocolError,
+    ProtocolVersionError,
+    RemoteComputeError,
+    SymbiosisError,
+)
+from symbiosis.flight import protocol
+from symbiosis.flight.base_model import BaseModel
+from symbiosis.flight.executor import Result
+from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request, Ticket
+from symbiosis.flight.scheduler import Key, Scheduler, Task
+
+logger = logging.getLogger(__name__)
+Message = tuple[bytes, pa.RecordBatch]
+EMPTY_BATCH = protocol.batch_of(pa.py_buffer(b""))
+
+
+class Service(fl.FlightServerBase):  # type: ignore[misc]
+    """Flight handlers over a base model and a scheduler.
+
+    Args:
+        location: where to listen, `grpc://HOST:PORT`; port 0 takes any free one.
+        base: the model, for checks, the manifest and parameters.
+        scheduler: where calls are submitted.
+        actions: name -> function without arguments that returns the header to answer with.
+        max_message_bytes: limit of one message in either direction.
+    """
+
+    def __init__(
+        self,
+        location: str,
+        base: BaseModel,
+        scheduler: Scheduler,
+        actions: dict[str, Callable[[], protocol.Header]],
+        max_message_bytes: int,
+    ) -> None:
+        self._base = base
+        self._fingerprint = base.fingerprint
+        self._scheduler = scheduler
+        self._actions = actions
+        self._max_message_bytes = max_message_bytes
+        self._streams: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self.errors = 0
+        super().__init__(location)
+
+    @property
+    def clients(self) -> int:
+        """How many clients have a stream open."""
+        with self._lock:
+            return len(set(self._streams.values()))
+
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        refusal, client = self._open(descriptor)
+        stream = id(context)
+        with self._lock:
+            self._streams[stream] = client
+        try:
+            writer.begin(protocol.SCHEMA)
+            while (chunk := _read(reader)) is not None:
+                header, batch = self._answer(chunk, client, refusal)
+                writer.write_with_metadata(batch, header)
+        except pa.ArrowException:
+            logger.debug("stream of client %s ended", client, exc_info=True)
+        except Exception:
+            logger.exception("stream of client %s failed", client)
+        finally:
+            with self._lock:
+                del self._streams[stream]
+
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        yield protocol.encode_header(self._act(action))
+
+    def list_actions(self, context: Any) -> list[tuple[str, str]]:
+        return [(name, "docs/protocol.md section 6") for name in ("hello", *self._actions)]
+
+    def do_get(self, context: Any, ticket: Any) -> fl.FlightDataStream:
+        return fl.GeneratorStream(protocol.SCHEMA, self._chunks(ticket.ticket))
+
+    # --- one call ---------------------------------------------------------------------------------
+
+    def _open(self, descriptor: Any) -> tuple[SymbiosisError | None, str]:
+        """Check a stream's Open header; the refusal, if any, answers each of its requests."""
+        try:
+            header: Open = protocol.decode_header(descriptor.command, Open)
+        except SymbiosisError as error:
+            return error, ""
+        if header.protocol != protocol.VERSION:
+            return _version_error(header.protocol), header.client
+        if header.fingerprint and header.fingerprint != self._fingerprint:
+            return ModelMismatchError(
+                f"this server holds {self._base.name} with fingerprint {self._fingerprint[:12]}, the stream was "
+                f"opened for {header.fingerprint[:12]}; connect again to agree on the model"
+            ), header.client
+        return None, header.client
+
+    def _answer(self, chunk: Any, client: str, refusal: SymbiosisError | None) -> Message:
+        received_s = time.perf_counter()
+        try:
+            if refusal is not None:
+                raise refusal
+            return self._call(chunk, client, received_s)
+        except SymbiosisError as error:
+            return self._error(chunk, error)
+        except Exception:
+            logger.exception("answering a call of client %s failed", client)
+            return self._error(chunk, RemoteComputeError("the server failed on this call; its log has the details"))
+
+    def _call(self, chunk: Any, client: str, received_s: float) -> Message:
+        request: Request = protocol.decode_header(chunk.app_metadata, Request)
+        task = self._task(request, chunk.data, client, received_s)
+        self._scheduler.submit(task)
+        result = _wait(task, request)
+        body = protocol.encode_body([result.output])
+        reply = Reply(
+            id=request.id,
+            tensors=[protocol.spec_of(result.output)],
+            queue_us=int(result.queue_s * 1e6),
+            compute_us=int(result.compute_s * 1e6),
+            server_us=int((time.perf_counter() - received_s) * 1e6),
+            batch_requests=result.batch_requests,
+            batch_tokens=result.batch_tokens,
+        )
+        return protocol.encode_header(reply), body
+
+    def _task(self, request: Request, batch: Any, client: str, received_s: float) -> Task:
+        specs = request.tensors
+        shapes = [spec.shape for spec in specs]
+        if any(spec.dtype != specs[0].dtype for spec in specs) or any(len(shape) != 2 for shape in shapes):
+            raise ProtocolError(f"tensors {specs} of one request must all have one dtype and two dimensions")
+        widths = self._base.check(request.op, request.modules, shapes)
+        self._check_size(shapes[0][0], widths, protocol.DTYPES[specs[0].dtype].itemsize, protocol.body_offsets(specs)[1])
+        tensors = protocol.decode_body(batch, specs)
+        return Task(
+            key=Key(request.op, tuple(request.modules), specs[0].dtype),
+            tokens=shapes[0][0],
+            nbytes=batch.nbytes,
+            tensors=tensors,
+            client=client,
+            enqueued_s=received_s,
+            deadline_s=received_s + request.deadline_ms / 1e3,
+        )
+
+    def _check_size(self, tokens: int, widths: tuple[int, int], itemsize: int, request_bytes: int) -> None:
+        reply_bytes = tokens * widths[1] * itemsize
+        if max(request_bytes, reply_bytes) > self._max_message_bytes:
+            per_token = max(request_bytes // max(1, tokens), widths[1] * itemsize)
+            raise MessageTooLargeError(
+                f"{tokens:,} tokens make a request of {request_bytes:,} and a reply of {reply_bytes:,} bytes; the "
+                f"limit is {self._max_message_bytes:,}, so send at most {self._max_message_bytes // per_token:,} tokens"
+            )
+
+    def _error(self, chunk: Any, error: SymbiosisError) -> Message:
+        self.errors += 1
+        return protocol.encode_header(_error_header(protocol.peek_id(chunk.app_metadata), error)), EMPTY_BATCH
+
+    # --- actions and downloads -----------------------------------------------------------------------
+
+    def _act(self, action: Any) -> protocol.Header:
+        try:
+            if action.type == "hello":
+                hello: Hello = protocol.decode_header(action.body, Hello)
+                if hello.protocol != protocol.VERSION:
+                    raise _version_error(hello.protocol)
+            elif action.type not in self._actions:
+                raise ProtocolError(f"unknown action {action.type!r}; known are hello, {', '.join(self._actions)}")
+            return self._actions[action.type]()
+        except SymbiosisError as error:
+            return _error_header(0, error)
+        except Exception:
+            logger.exception("action %s failed", action.type)
+            return _error_header(0, RemoteComputeError("the server failed on this action; its log has the details"))
+
+    def _chunks(self, ticket: bytes) -> Iterator[tuple[pa.RecordBatch, bytes]]:
+        try:
+            what: Ticket = protocol.decode_header(ticket, Ticket)
+            if what.what == "parameters":
+                for name, tensor in self._base.parameters.items():
+                    yield from _chunk(name, protocol.buffer_of(tensor.to("cpu")))
+            else:
+                for name, content in self._base.files().items():
+                    yield from _chunk(name, pa.py_buffer(content))
+        except SymbiosisError as error:
+            yield EMPTY_BATCH, protocol.encode_header(_error_header(0, error))
+        except Exception:
+            logger.exception("sending parameters or files failed")
+            failure = RemoteComputeError("the server failed while sending; its log has the details")
+            yield EMPTY_BATCH, protocol.encode_header(_error_header(0, failure))
+
+
+def _chunk(name: str, content: pa.Buffer) -> Iterator[tuple[pa.RecordBatch, bytes]]:
+    for offset in range(0, max(1, content.size), protocol.CHUNK_BYTES):
+        header = Chunk(name=name, offset_bytes=offset, total_bytes=content.size)
+        part = content.slice(offset, min(protocol.CHUNK_BYTES, content.size - offset))
+        yield protocol.batch_of(part), protocol.encode_header(header)
+
+
+def _read(reader: Any) -> Any:
+    try:
+        return reader.read_chunk()
+    except StopIteration:
+        return None
+
+
+def _wait(task: Task, request: Request) -> Result:
+    try:
+        result: Result = task.result.result(timeout=request.deadline_ms / 1e3 + 1.0)
+        return result
+    except FutureTimeoutError:
+        task.result.cancel()
+        raise DeadlineExceededError(f"call {request.id} was not computed within {request.deadline_ms} ms") from None
+
+
+def _version_error(theirs: int) -> ProtocolVersionError:
+    return ProtocolVersionError(
+        f"the client speaks protocol {theirs}, this server {protocol.VERSION}; "
+        "install the same symbiosis-flight release on both sides"
+    )
+
+
+def _error_header(call_id: int, error: SymbiosisError) -> Error:
+    retry_after_ms = None if error.retry_after_s is None else int(error.retry_after_s * 1000)
+    return Error(id=call_id, code=error.code, message=str(error), retry_after_ms=retry_after_ms)

@@ -1,0 +1,172 @@
+"""What happened, as frozen events: an EventBus that carries them and a Recorder that adds them up.
+
+One rule: this module knows no tensors, no sockets and no UI; it imports the standard library only.
+A subscriber that raises is dropped with one warning, never allowed to break a training step.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CallEvent:
+    """One answered call to the server.
+
+    Times are in seconds; `started_s` and `ended_s` are `time.perf_counter()` readings of the client.
+    """
+
+    op: str
+    modules: tuple[str, ...]
+    tokens: int
+    bytes_out: int
+    bytes_in: int
+    started_s: float
+    ended_s: float
+    serialise_s: float
+    queue_s: float
+    compute_s: float
+    batch_requests: int
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.ended_s - self.started_s
+
+    @property
+    def network_s(self) -> float:
+        """What neither end can account for: sockets, gRPC, thread hand-overs of the server."""
+        return max(0.0, self.elapsed_s - self.serialise_s - self.queue_s - self.compute_s)
+
+
+class EventBus:
+    """Hands each event to every subscriber, in the thread that emits it."""
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[Callable[[CallEvent], None], ...] = ()
+        self._lock = threading.Lock()
+
+    def subscribe(self, handler: Callable[[CallEvent], None]) -> Callable[[], None]:
+        """Add a handler; the returned function removes it again."""
+        with self._lock:
+            self._subscribers = (*self._subscribers, handler)
+        return lambda: self._remove(handler)
+
+    def emit(self, event: CallEvent) -> None:
+        for handler in self._subscribers:
+            try:
+                handler(event)
+            except Exception:
+                logger.warning("telemetry handler %r failed and was removed", handler, exc_info=True)
+                self._remove(handler)
+
+    def _remove(self, handler: Callable[[CallEvent], None]) -> None:
+        with self._lock:
+            self._subscribers = tuple(h for h in self._subscribers if h is not handler)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Sums over the calls since connect (or the last reset), and where the time went.
+
+    `wall_s` runs from the start of the first call to the end of the last; `local_s` is the part of it
+    spent outside calls: adapters, attention, norms, loss, optimizer, data.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    wall_s: float = 0.0
+    local_s: float = 0.0
+    serialise_s: float = 0.0
+    network_s: float = 0.0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    mean_batch: float = 0.0
+
+    def __sub__(self, earlier: Stats) -> Stats:
+        """The stats of the time between two snapshots: `after - before`."""
+        plain = {
+            f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self) if f.name != "mean_batch"
+        }
+        requests = self.mean_batch * self.calls - earlier.mean_batch * earlier.calls
+        return Stats(**plain, mean_batch=requests / plain["calls"] if plain["calls"] else 0.0)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(label, value) pairs, formatted for people."""
+        split = [
+            (name, getattr(self, f"{name}_s")) for name in ("local", "serialise", "network", "queue", "compute")
+        ]
+        return [
+            ("calls", f"{self.calls:,}"),
+            ("tokens", f"{self.tokens:,}"),
+            ("sent", f"{self.bytes_out / 1e6:,.1f} MB"),
+            ("received", f"{self.bytes_in / 1e6:,.1f} MB"),
+            ("mean batch", f"{self.mean_batch:.2f} requests"),
+            ("wall", f"{self.wall_s:.3f} s"),
+            *((name, f"{s:.3f} s  {100 * s / self.wall_s if self.wall_s else 0:5.1f}%") for name, s in split),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{label:<11}{value}" for label, value in self.rows())
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(a)}</th><td style='text-align:right'>{html.escape(b)}</td></tr>"
+            for a, b in self.rows()
+        )
+        return f"<table>{cells}</table>"
+
+
+class Recorder:
+    """Adds CallEvents up; safe to feed from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        with self._lock:
+            self._calls = self._tokens = self._bytes_out = self._bytes_in = self._batch_requests = 0
+            self._serialise_s = self._network_s = self._queue_s = self._compute_s = self._busy_s = 0.0
+            self._first_s = self._last_s = 0.0
+
+    def record(self, event: CallEvent) -> None:
+        with self._lock:
+            if not self._calls:
+                self._first_s = self._last_s = event.started_s
+            self._calls += 1
+            self._tokens += event.tokens
+            self._bytes_out += event.bytes_out
+            self._bytes_in += event.bytes_in
+            self._batch_requests += event.batch_requests
+            self._serialise_s += event.serialise_s
+            self._network_s += event.network_s
+            self._queue_s += event.queue_s
+            self._compute_s += event.compute_s
+            # Overlapping calls of several threads count once towards the time spent in calls.
+            self._busy_s += max(0.0, event.ended_s - max(event.started_s, self._last_s))
+            self._last_s = max(self._last_s, event.ended_s)
+
+    def stats(self) -> Stats:
+        with self._lock:
+            wall_s = self._last_s - self._first_s
+            return Stats(
+                calls=self._calls,
+                tokens=self._tokens,
+                bytes_out=self._bytes_out,
+                bytes_in=self._bytes_in,
+                wall_s=wall_s,
+                local_s=max(0.0, wall_s - self._busy_s),
+                serialise_s=self._serialise_s,
+                network_s=self._network_s,
+                queue_s=self._queue_s,
+                compute_s=self._compute_s,
+                mean_batch=self._batch_requests / self._calls if self._calls else 0.0,
+            )
