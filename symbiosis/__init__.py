@@ -29,9 +29,7 @@ _HOME: Final = {
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}"
-        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
     value: object = getattr(import_module(_HOME[name]), name)
     globals()[name] = value  # the next look-up no longer comes here
     return value

@@ -140,7 +140,9 @@ class Caller:
             raise ProtocolError(f"reply has id {reply.id}, the request {request.id}")
         expected = [request.tensors[0].shape[0], self._width(request)]
         if [spec.shape for spec in reply.tensors] != [expected] or reply.tensors[0].dtype != request.tensors[0].dtype:
-            raise ProtocolError(f"reply to {request.op} of {request.modules} is {reply.tensors}, expected one {expected}")
+            raise ProtocolError(
+                f"reply to {request.op} of {request.modules} is {reply.tensors}, expected one {expected}"
+            )
         return reply, protocol.decode_body(message.data, reply.tensors)[0]
 
     def _width(self, request: Request) -> int:

@@ -86,9 +86,7 @@ class ServerOptions(Options):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Number type of the weights; auto = the checkpoint's (demo: float32)."
     )
-    device: Device = Field(
-        default="auto", description="auto, cpu, cuda or cuda:N; auto = cuda if there is one."
-    )
+    device: Device = Field(default="auto", description="auto, cpu, cuda or cuda:N; auto = cuda if there is one.")
     host: str = Field(default="127.0.0.1", description="Address to bind; the default is this machine only.")
     port: int = Field(default=8815, ge=0, le=65535, description="TCP port; 0 = any free one.")
     port_file: Path | None = Field(
@@ -152,9 +150,7 @@ class ClientOptions(Options):
     request_timeout_s: float = Field(
         default=120.0, gt=0, le=MAX_REQUEST_TIMEOUT_S, description="Longest wait for the reply to a call."
     )
-    connect_timeout_s: float = Field(
-        default=10.0, gt=0, description="Longest wait for the server at connect."
-    )
+    connect_timeout_s: float = Field(default=10.0, gt=0, description="Longest wait for the server at connect.")
     max_message_bytes: Bytes | None = Field(
         default=None,
         ge=MIN_MESSAGE_BYTES,
@@ -168,9 +164,7 @@ class ClientOptions(Options):
     token: Token = None
 
 
-def load_client_options(
-    explicit: Mapping[str, object], *, environ: Mapping[str, str] | None = None
-) -> ClientOptions:
+def load_client_options(explicit: Mapping[str, object], *, environ: Mapping[str, str] | None = None) -> ClientOptions:
     """The options of a connection: keyword arguments over environment over file over default.
 
     Args:
@@ -180,7 +174,5 @@ def load_client_options(
     Raises:
         ConfigError: an unknown name, or a bad value, in any of the sources.
     """
-    given = {
-        name: Setting(value, f"argument {name}") for name, value in explicit.items() if value is not None
-    }
+    given = {name: Setting(value, f"argument {name}") for name, value in explicit.items() if value is not None}
     return ClientOptions.from_settings(ClientOptions.collect(given, environ=environ))

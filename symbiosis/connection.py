@@ -6,7 +6,6 @@ everything it hands out calls through it, and it can be closed, copied and shown
 
 from __future__ import annotations
 
-import html
 import logging
 import os
 import platform
@@ -26,6 +25,7 @@ from symbiosis.errors import ConfigError, ProtocolError, ProtocolVersionError, f
 from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, FlightChannel
 from symbiosis.flight.protocol import Manifest
+from symbiosis.tables import html_table
 from symbiosis.telemetry import EventBus, Recorder, Stats
 from symbiosis.wrapping import Granularity, Place, Plan
 
@@ -199,11 +199,13 @@ class Connection:
 
     def server_stats(self) -> protocol.ServerStats:
         """The server's own counters, over all its clients."""
-        return self._action("stats", b"", protocol.ServerStats)
+        stats: protocol.ServerStats = self._action("stats", b"", protocol.ServerStats)
+        return stats
 
     def health(self) -> protocol.Health:
         """Whether the server computes: it runs a real GEMM before it answers."""
-        return self._action("health", b"", protocol.Health)
+        health: protocol.Health = self._action("health", b"", protocol.Health)
+        return health
 
     def close(self) -> None:
         """End all streams. Wrapped models stay as they are; their next call raises ClosedError."""
@@ -236,8 +238,7 @@ class Connection:
             ("modules", f"{len(self.manifest.modules)}, {self.manifest.base_bytes / 1e6:,.0f} MB held there"),
             *self.stats().rows(),
         ]
-        cells = "".join(f"<tr><th style='text-align:left'>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in rows)
-        return f"<table>{cells}</table>"
+        return html_table(rows)
 
     def _hello(self) -> Manifest:
         body = protocol.encode_header(protocol.Hello(protocol=protocol.VERSION))
@@ -267,7 +268,7 @@ class Connection:
         heads = [info for info in self.manifest.modules if info.name.endswith("lm_head")]
         if lm_head == "local" and any(not info.tied for info in heads):
             raise ConfigError(
-                "lm_head='local': this head is not tied to the embedding, and the server does not give its weight away; "
+                "lm_head='local': this head is not tied to the embedding, and the server keeps its weight; "
                 "use lm_head='remote', or wrap a model that has its weights"
             )
 

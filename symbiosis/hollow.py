@@ -21,12 +21,63 @@ from symbiosis.errors import UnsupportedMethodError
 
 # Functions that look at a tensor, or move or copy it as a whole, without computing on its values.
 HARMLESS = frozenset(
-    "to detach clone cpu cuda float half bfloat16 double type type_as requires_grad_ is_floating_point is_complex "
-    "numel size dim ndimension element_size nelement stride storage_offset is_contiguous contiguous data_ptr "
-    "untyped_storage storage is_inference is_pinned pin_memory share_memory_ is_shared get_device is_set_to is_signed "
-    "__hash__ __repr__ __len__ __deepcopy__ __reduce_ex__ register_hook register_post_accumulate_grad_hook retain_grad "
-    "has_names _has_compatible_shallow_copy_type is_same_size __format__ __dir__ "
-    "empty_like zeros_like new_empty new_zeros new_tensor set_ __bool__".split()
+    [
+        "to",
+        "detach",
+        "clone",
+        "cpu",
+        "cuda",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "type",
+        "type_as",
+        "requires_grad_",
+        "is_floating_point",
+        "is_complex",
+        "numel",
+        "size",
+        "dim",
+        "ndimension",
+        "element_size",
+        "nelement",
+        "stride",
+        "storage_offset",
+        "is_contiguous",
+        "contiguous",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "is_inference",
+        "is_pinned",
+        "pin_memory",
+        "share_memory_",
+        "is_shared",
+        "get_device",
+        "is_set_to",
+        "is_signed",
+        "__hash__",
+        "__repr__",
+        "__len__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "has_names",
+        "_has_compatible_shallow_copy_type",
+        "is_same_size",
+        "__format__",
+        "__dir__",
+        "empty_like",
+        "zeros_like",
+        "new_empty",
+        "new_zeros",
+        "new_tensor",
+        "set_",
+        "__bool__",
+    ]
 )
 VALUE_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 
@@ -74,7 +125,7 @@ class HollowWeight(nn.Parameter):
         memo[id(self)] = copied
         return copied
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HollowWeight(shape={tuple(self.ds_shape)}, dtype={self.dtype}, held by the server)"
 
     @classmethod

@@ -46,7 +46,7 @@ class _Linears(torch.autograd.Function):
     """Several linears of one input as one node: autograd hands their gradients to one backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, remote: Remote, names: tuple[str, ...], widths: tuple[int, ...]
     ) -> tuple[torch.Tensor, ...]:
         ctx.remote, ctx.names, ctx.widths, ctx.shape = remote, names, widths, x.shape
@@ -59,7 +59,7 @@ class _Linears(torch.autograd.Function):
         return tuple(_owned(part.contiguous(), (*shape, part.shape[1])) for part in y.split(widths, dim=1))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
@@ -76,14 +76,14 @@ class _Block(torch.autograd.Function):
     """A whole frozen sub-module; its backward sends the input again and the server recomputes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, remote: Remote, name: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, remote: Remote, name: str) -> torch.Tensor:
         ctx.remote, ctx.name = remote, name
         ctx.save_for_backward(x)
         y = remote.call("forward", [name], [x.reshape(-1, x.shape[-1])])  # [..., d_in] -> [N, d_out]
         return _owned(y, (*x.shape[:-1], y.shape[1]))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         if not ctx.needs_input_grad[0]:
             return None, None, None
@@ -184,7 +184,7 @@ class SharedInputs(threading.local):
 
     def _fetch(self, layers: Sequence[Layer], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         names, widths = tuple(layer.name for layer in layers), tuple(layer.d_out for layer in layers)
-        return cast("tuple[torch.Tensor, ...]", _Linears.apply(x, self.remote, names, widths))
+        return cast("tuple[torch.Tensor, ...]", _Linears.apply(x, self.remote, names, widths))  # type: ignore[no-untyped-call]
 
     def _learn(self, together: tuple[Layer, ...]) -> None:
         """These were given the same tensor: from now on they go in one call."""
@@ -208,8 +208,8 @@ class RemoteMixin(nn.Module):
     """What RemoteLinear and RemoteConv1D have in common."""
 
     layer: Layer
-    weight: HollowWeight
-    bias: nn.Parameter | None
+    weight: Any  # a HollowWeight
+    bias: Any  # a parameter or None
     _shared: SharedInputs
 
     def _setup(self, layer: Layer, shared: SharedInputs, like: nn.Module, shape: Sequence[int]) -> None:
@@ -246,7 +246,7 @@ class RemoteMixin(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Only what the client holds: a checkpoint never contains hollow weights."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[prefix + "weight"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -308,7 +308,7 @@ class RemoteBlock:
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):
             x = x.to(torch.get_autocast_dtype(device_type))
-        return _Block.apply(x, self._remote, self.name)
+        return _Block.apply(x, self._remote, self.name)  # type: ignore[no-untyped-call]
 
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 

@@ -188,9 +188,7 @@ def _explain(cls: type[Options], detail: ErrorDetails, settings: Mapping[str, Se
 
 
 def _ways_to_give(cls: type[Options], name: str) -> str:
-    return (
-        f": give it as an argument, as {cls.env_name(name)} in the environment or as {name} in a config file"
-    )
+    return f": give it as an argument, as {cls.env_name(name)} in the environment or as {name} in a config file"
 
 
 def _expectation(detail: ErrorDetails) -> str:

@@ -39,11 +39,13 @@ def build(manifest: Manifest, dtype: torch.dtype) -> nn.Module:
             f"transformers {transformers.__version__} has no model {manifest.architecture!r}, which the server serves; "
             "install the version that the server uses"
         )
-    config = model_class.config_class.from_dict(json.loads(manifest.config))
+    config_class: Any = model_class.config_class
+    config = config_class.from_dict(json.loads(manifest.config))
     with init_empty_weights(include_buffers=False):
-        model: nn.Module = model_class._from_config(config, dtype=dtype)
+        model: Any = model_class._from_config(config, dtype=dtype)
     model.config._name_or_path = manifest.model  # recorded in adapters as their base
-    return model.eval()
+    frozen: nn.Module = model.eval()
+    return frozen
 
 
 def fill(model: nn.Module, infos: Iterable[ParameterInfo], chunks: Iterable[ChunkData]) -> None:
@@ -60,14 +62,12 @@ def fill(model: nn.Module, infos: Iterable[ParameterInfo], chunks: Iterable[Chun
     missing = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
     if missing:
         raise ModelMismatchError(
-            f"the server neither serves nor publishes {len(missing)} tensors of this model, the first is {missing[0]!r}; "
+            f"the server neither serves nor publishes {len(missing)} tensors of this model, first {missing[0]!r}; "
             "its transformers version probably differs"
         )
 
 
-def _assembled(
-    published: dict[str, ParameterInfo], chunks: Iterable[ChunkData]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _assembled(published: dict[str, ParameterInfo], chunks: Iterable[ChunkData]) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors out of chunks in order; the only buffer is the tensor itself."""
     name, content, filled = "", torch.empty(0, dtype=torch.uint8), 0
     for chunk_name, offset, total, data in chunks:
@@ -122,9 +122,7 @@ def load_files(files: dict[str, bytes], what: Callable[[Path], Any]) -> Any:
 
 def tokenizer_from(files: dict[str, bytes]) -> Any:
     """The tokenizer that the server published; code from a repository is never run."""
-    return load_files(
-        files, lambda folder: transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    )
+    return load_files(files, lambda folder: transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
 
 def generation_config_from(files: dict[str, bytes]) -> Any:

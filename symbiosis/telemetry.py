@@ -6,11 +6,12 @@ A subscriber that raises is dropped with one warning, never allowed to break a t
 
 from __future__ import annotations
 
-import html
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+
+from symbiosis.tables import html_table
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +101,7 @@ class Stats:
 
     def rows(self) -> list[tuple[str, str]]:
         """(label, value) pairs, formatted for people."""
-        split = [
-            (name, getattr(self, f"{name}_s")) for name in ("local", "serialise", "network", "queue", "compute")
-        ]
+        split = [(name, getattr(self, f"{name}_s")) for name in ("local", "serialise", "network", "queue", "compute")]
         return [
             ("calls", f"{self.calls:,}"),
             ("tokens", f"{self.tokens:,}"),
@@ -117,11 +116,7 @@ class Stats:
         return "\n".join(f"{label:<11}{value}" for label, value in self.rows())
 
     def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(a)}</th><td style='text-align:right'>{html.escape(b)}</td></tr>"
-            for a, b in self.rows()
-        )
-        return f"<table>{cells}</table>"
+        return html_table(self.rows())
 
 
 class Recorder:

@@ -7,7 +7,6 @@ one that is accepted is the same object, with the same module names and types.
 from __future__ import annotations
 
 import fnmatch
-import html
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from symbiosis.flight.fingerprint import hash_tensors
 from symbiosis.flight.protocol import DTYPES, TAGS, Manifest, ModuleInfo
 from symbiosis.hollow import HollowWeight
 from symbiosis.remote import Remote, RemoteBlock, RemoteConv1D, RemoteLinear, RemoteMixin, SharedInputs
+from symbiosis.tables import html_table
 
 Granularity = Literal["linear", "module"]
 Place = Literal["auto", "local", "remote"]
@@ -74,11 +74,7 @@ class Plan:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        cells = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(c)}</td>" for c in row) + "</tr>"
-            for row in self.rows()
-        )
-        return f"<table><tr><th>where</th><th>module</th><th>count</th><th>why</th></tr>{cells}</table>"
+        return html_table(self.rows(), head=("where", "module", "count", "why"))
 
 
 def wrap(
@@ -212,7 +208,7 @@ def _stays(module: nn.Module, info: ModuleInfo | None, name: str, local: Sequenc
         return "not served"
     if any(fnmatch.fnmatch(name, pattern) for pattern in local):
         return "asked for by local="
-    if trained and module.weight.requires_grad:  # type: ignore[union-attr]
+    if trained and module.weight.requires_grad:
         return "trained here"
     return ""
 

@@ -209,7 +209,7 @@ def _forward(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 def _grad_input(weights: list[torch.Tensor], grad_output: torch.Tensor) -> torch.Tensor:
     """[N, sum d_out], split by weight, each @ [d_out, d_in] -> summed [N, d_in]"""
     parts = grad_output.split([weight.shape[0] for weight in weights], dim=1)
-    grad_input = parts[0] @ weights[0]
+    grad_input: torch.Tensor = parts[0] @ weights[0]
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         grad_input.addmm_(part, weight)
     return grad_input

@@ -134,7 +134,8 @@ class FlightChannel:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
+            idle = list(self._idle)
+            self._idle.clear()
         for stream in idle:
             stream.end()
         self._watch.close()

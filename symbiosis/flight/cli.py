@@ -83,9 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("MODEL", nargs="?", help="the same as --model")
     parser.add_argument("--config", metavar="PATH", help="TOML file of options [env: SYMBIOSIS_CONFIG]")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the options in force as TOML and exit"
-    )
+    parser.add_argument("--print-config", action="store_true", help="print the options in force as TOML and exit")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     for name, field in ServerOptions.model_fields.items():
         _add_flag(parser, name, field)

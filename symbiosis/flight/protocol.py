@@ -72,7 +72,7 @@ class TensorSpec(Struct, frozen=True):
 Tensors = Annotated[list[TensorSpec], Meta(max_length=MAX_TENSORS)]
 
 
-class Open(Header, tag="open"):
+class Open(Header, frozen=True, tag="open"):
     """Descriptor command of a stream."""
 
     protocol: int
@@ -80,7 +80,7 @@ class Open(Header, tag="open"):
     client: Annotated[str, Meta(max_length=64)] = ""
 
 
-class Request(Header, tag="request"):
+class Request(Header, frozen=True, tag="request"):
     """One call: an op on one or more modules that share their input."""
 
     id: CallId
@@ -90,7 +90,7 @@ class Request(Header, tag="request"):
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)]
 
 
-class Reply(Header, tag="reply"):
+class Reply(Header, frozen=True, tag="reply"):
     """The answer to a request, and what the server did for it."""
 
     id: int
@@ -102,7 +102,7 @@ class Reply(Header, tag="reply"):
     batch_tokens: int = 0
 
 
-class Error(Header, tag="error"):
+class Error(Header, frozen=True, tag="error"):
     """A failure, in band; never a traceback."""
 
     id: int
@@ -111,7 +111,7 @@ class Error(Header, tag="error"):
     retry_after_ms: int | None = None
 
 
-class Hello(Header, tag="hello"):
+class Hello(Header, frozen=True, tag="hello"):
     """Body of the `hello` action."""
 
     protocol: int
@@ -141,7 +141,7 @@ class ParameterInfo(Struct, frozen=True):
         return math.prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
 
 
-class Manifest(Header, tag="manifest"):
+class Manifest(Header, frozen=True, tag="manifest"):
     """What the server serves, agreed at connect."""
 
     protocol: int
@@ -159,7 +159,7 @@ class Manifest(Header, tag="manifest"):
     base_bytes: int
 
 
-class Health(Header, tag="health"):
+class Health(Header, frozen=True, tag="health"):
     """Answer of the `health` action, after a real GEMM."""
 
     status: Literal["serving", "draining"]
@@ -167,7 +167,7 @@ class Health(Header, tag="health"):
     gemm_us: int
 
 
-class ServerStats(Header, tag="server_stats"):
+class ServerStats(Header, frozen=True, tag="server_stats"):
     """Counters of the server since its start."""
 
     uptime_s: float
@@ -182,13 +182,13 @@ class ServerStats(Header, tag="server_stats"):
     memory_bytes: int
 
 
-class Ticket(Header, tag="ticket"):
+class Ticket(Header, frozen=True, tag="ticket"):
     """Ticket of a DoGet."""
 
     what: Literal["parameters", "files"]
 
 
-class Chunk(Header, tag="chunk"):
+class Chunk(Header, frozen=True, tag="chunk"):
     """Header of one DoGet message: where its body belongs."""
 
     name: Name
@@ -331,5 +331,5 @@ def tensor_over(buffer: pa.Buffer, offset: int, nbytes: int, dtype: torch.dtype)
     if not nbytes:
         return torch.empty(0, dtype=dtype)
     memory = (ctypes.c_char * nbytes).from_address(buffer.address + offset)
-    memory._owner = buffer
+    memory._owner = buffer  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=dtype)

@@ -53,9 +53,7 @@ class Server:
         self.options = options
         self._started_s = time.monotonic()
         self._counters = _Counters()
-        self._scheduler = Scheduler(
-            max_batch_tokens=options.max_batch_tokens, max_queue_bytes=options.max_queue_bytes
-        )
+        self._scheduler = Scheduler(max_batch_tokens=options.max_batch_tokens, max_queue_bytes=options.max_queue_bytes)
         self._executor = Executor(base, self._scheduler, self._counters.observe)
         self._draining = False
         self._manifest = self._describe()
@@ -146,7 +144,8 @@ class Server:
             return Service(location, self.base, self._scheduler, actions, self.options.max_message_bytes)
         except (fl.FlightError, OSError) as error:
             raise ConfigError(
-                f"cannot listen on {location}: {error}. Stop what uses the port, or give --port another one (0: any free)"
+                f"cannot listen on {location}: {error}. "
+                "stop what uses the port, or give --port another one (0: any free)"
             ) from error
 
     def _health(self) -> protocol.Health:

@@ -150,7 +150,9 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         if any(spec.dtype != specs[0].dtype for spec in specs) or any(len(shape) != 2 for shape in shapes):
             raise ProtocolError(f"tensors {specs} of one request must all have one dtype and two dimensions")
         widths = self._base.check(request.op, request.modules, shapes)
-        self._check_size(shapes[0][0], widths, protocol.DTYPES[specs[0].dtype].itemsize, protocol.body_offsets(specs)[1])
+        self._check_size(
+            shapes[0][0], widths, protocol.DTYPES[specs[0].dtype].itemsize, protocol.body_offsets(specs)[1]
+        )
         tensors = protocol.decode_body(batch, specs)
         return Task(
             key=Key(request.op, tuple(request.modules), specs[0].dtype),

@@ -142,9 +142,7 @@ def training_batches(
             yield pad(chunk, pad_token_id)
 
 
-def held_out_batches(
-    examples: Sequence[Example], batch_size: int, pad_token_id: int
-) -> list[dict[str, torch.Tensor]]:
+def held_out_batches(examples: Sequence[Example], batch_size: int, pad_token_id: int) -> list[dict[str, torch.Tensor]]:
     """Padded batches of every example once, sorted by length."""
     return [pad(chunk, pad_token_id) for chunk in _by_length(examples, batch_size)]
 
@@ -172,8 +170,7 @@ def _read(file: Path) -> Iterator[Pair]:
         import yaml
     except ImportError as error:
         raise MissingExtraError(
-            "the demo reads YAML with the package pyyaml, which is not installed. "
-            "Install it: pip install pyyaml"
+            "the demo reads YAML with the package pyyaml, which is not installed. Install it: pip install pyyaml"
         ) from error
     content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     for turns in content.get("conversations", ()):

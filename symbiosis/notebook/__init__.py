@@ -1,0 +1,1 @@
+"""Magics and widgets; the only place that imports IPython or ipywidgets."""

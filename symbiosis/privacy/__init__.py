@@ -1,0 +1,1 @@
+"""Masking, certificates, DP-SGD and the attacks that measure them."""
