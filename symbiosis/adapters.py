@@ -29,6 +29,29 @@ def canonical_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether this is something that peft put around a base layer."""
+    return not WRAPPERS.isdisjoint(module._modules)
+
+
+def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules()` without adapters: of what peft put around a layer, only the layer."""
+    seen: set[nn.Module] = set()
+    pending = [("", model)]
+    while pending:
+        path, module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield path, module
+        inside = [
+            (f"{path}.{name}" if path else name, child)
+            for name, child in module._modules.items()
+            if child is not None and (name in WRAPPERS or not is_wrapper(module))
+        ]
+        pending.extend(reversed(inside))
+
+
 def refuse_weight_readers(model: nn.Module) -> None:
     """Refuse adapters that are already there and need base weights.
 

@@ -16,7 +16,7 @@ import torch
 from symbiosis.errors import MessageTooLargeError, ProtocolError, UnknownModuleError, from_wire
 from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, Message
-from symbiosis.flight.protocol import Error, ModuleInfo, Reply, Request
+from symbiosis.flight.protocol import Error, ModuleInfo, Reply, Request, Step, TensorSpec
 from symbiosis.telemetry import CallEvent, EventBus
 
 
@@ -73,16 +73,43 @@ class Caller:
         parts = zip(*(tensor.split(step) for tensor in tensors), strict=True)
         return torch.cat([self._send(op, modules, part) for part in parts])
 
+    def segment(
+        self, steps: Sequence[Step], outputs: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Run several steps in one call, in as many messages as the limit asks for.
+
+        Args:
+            steps: what to do, as docs/protocol.md section 4 says.
+            outputs: which values to return.
+            tensors: the first values, each [N, d].
+        """
+        widths = self._segment_widths(steps, [tensor.shape[1] for tensor in tensors])
+        expected = [widths[output] for output in outputs]
+        step = self._fitting(tensors, sum(expected), f"a segment of {len(steps)} steps")
+        parts = zip(*(tensor.split(step) if tensor.shape[0] else (tensor,) for tensor in tensors), strict=True)
+        sent = [self._exchange("segment", (), part, expected, tuple(steps), tuple(outputs)) for part in parts]
+        return sent[0] if len(sent) == 1 else [torch.cat(column) for column in zip(*sent, strict=True)]
+
+    def _segment_widths(self, steps: Sequence[Step], widths: list[int]) -> list[int]:
+        for step in steps:
+            known = step.do in ("linears", "call")
+            widths.append(sum(self._info(n).d_out for n in step.modules) if known else widths[step.args[0]])
+        return widths
+
     def _tokens_per_message(self, op: str, modules: Sequence[str], tensors: Sequence[torch.Tensor]) -> int:
         infos = [self._info(name) for name in modules]
         d_out = sum(info.d_out for info in infos) if op == "forward" else infos[0].d_in
+        return self._fitting(tensors, d_out, f"{op} of {', '.join(modules)}")
+
+    def _fitting(self, tensors: Sequence[torch.Tensor], d_out: int, what: str) -> int:
+        """How many tokens of a request and its reply fit in a message."""
         itemsize = tensors[0].element_size()
         widest = max(sum(tensor.shape[1] for tensor in tensors), d_out)
-        usable_bytes = self._max_message_bytes - protocol.ALIGNMENT_BYTES * len(tensors)
+        usable_bytes = self._max_message_bytes - protocol.ALIGNMENT_BYTES * protocol.MAX_TENSORS
         step = usable_bytes // (widest * itemsize)
         if step < 1:
             raise MessageTooLargeError(
-                f"one token of {op} of {', '.join(modules)} takes {widest * itemsize:,} bytes; the limit of a message "
+                f"one token of {what} takes {widest * itemsize:,} bytes; the limit of a message "
                 f"is {self._max_message_bytes:,}. Raise max_message_bytes on client and server"
             )
         return step
@@ -94,6 +121,20 @@ class Caller:
         return info
 
     def _send(self, op: str, modules: Sequence[str], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        infos = [self._info(name) for name in modules]
+        width = infos[0].d_in if op == "grad_input" else sum(info.d_out for info in infos)
+        return self._exchange(op, modules, tensors, [width])[0]
+
+    def _exchange(
+        self,
+        op: str,
+        modules: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        widths: list[int],
+        steps: tuple[Step, ...] = (),
+        outputs: tuple[int, ...] = (),
+    ) -> list[torch.Tensor]:
+        """One message and its answer: tensors [N, d] for each of the widths."""
         started_s = time.perf_counter()
         # Kept until the reply: the batch is a window onto this memory.
         inputs = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
@@ -103,21 +144,23 @@ class Caller:
             modules=list(modules),
             tensors=[protocol.spec_of(tensor) for tensor in inputs],
             deadline_ms=max(1, min(protocol.MAX_DEADLINE_MS, int(self._timeout_s * 1e3))),
+            steps=steps,
+            outputs=outputs,
         )
         header, body = protocol.encode_header(request), protocol.encode_body(inputs)
         sent_s = time.perf_counter()
         message = self._channel.exchange(header, body, time.monotonic() + self._timeout_s)
         received_s = time.perf_counter()
-        reply, output = self._decode(message, request)
-        output = output.to(tensors[0].device)
+        reply, results = self._decode(message, request, widths)
+        results = [result.to(tensors[0].device) for result in results]
         ended_s = time.perf_counter()
         self._bus.emit(
             CallEvent(
                 op=op,
-                modules=tuple(modules),
+                modules=tuple(modules) or tuple(name for step in steps for name in step.modules),
                 tokens=inputs[0].shape[0],
                 bytes_out=body.nbytes + len(header),
-                bytes_in=output.nbytes + len(message.app_metadata),
+                bytes_in=sum(result.nbytes for result in results) + len(message.app_metadata),
                 started_s=started_s,
                 ended_s=ended_s,
                 serialise_s=(sent_s - started_s) + (ended_s - received_s),
@@ -126,9 +169,9 @@ class Caller:
                 batch_requests=reply.batch_requests,
             )
         )
-        return output
+        return results
 
-    def _decode(self, message: Message, request: Request) -> tuple[Reply, torch.Tensor]:
+    def _decode(self, message: Message, request: Request, widths: list[int]) -> tuple[Reply, list[torch.Tensor]]:
         reply: Reply | Error = protocol.decode_header(message.app_metadata, protocol.AnyReply)
         if isinstance(reply, Error):
             raise from_wire(
@@ -138,13 +181,8 @@ class Caller:
             )
         if reply.id != request.id:
             raise ProtocolError(f"reply has id {reply.id}, the request {request.id}")
-        expected = [request.tensors[0].shape[0], self._width(request)]
-        if [spec.shape for spec in reply.tensors] != [expected] or reply.tensors[0].dtype != request.tensors[0].dtype:
-            raise ProtocolError(
-                f"reply to {request.op} of {request.modules} is {reply.tensors}, expected one {expected}"
-            )
-        return reply, protocol.decode_body(message.data, reply.tensors)[0]
-
-    def _width(self, request: Request) -> int:
-        infos = [self._modules[name] for name in request.modules]
-        return infos[0].d_in if request.op == "grad_input" else sum(info.d_out for info in infos)
+        first = request.tensors[0]
+        expected = [TensorSpec(first.dtype, [first.shape[0], width]) for width in widths]
+        if reply.tensors != expected:
+            raise ProtocolError(f"reply to {request.op} of {request.modules} is {reply.tensors}, expected {expected}")
+        return reply, protocol.decode_body(message.data, reply.tensors)

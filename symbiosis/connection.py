@@ -19,15 +19,16 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from symbiosis import skeleton, wrapping
+from symbiosis.adapters import base_of
 from symbiosis.caller import Caller
 from symbiosis.config import ClientOptions, load_client_options
 from symbiosis.errors import ConfigError, ProtocolError, ProtocolVersionError, from_wire
 from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, FlightChannel
 from symbiosis.flight.protocol import Manifest
+from symbiosis.plan import Granularity, Place, Plan
 from symbiosis.tables import html_table
 from symbiosis.telemetry import EventBus, Recorder, Stats
-from symbiosis.wrapping import Granularity, Place, Plan
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
@@ -109,7 +110,7 @@ class Connection:
         self,
         model: M,
         *,
-        granularity: Granularity = "linear",
+        granularity: Granularity = "auto",
         lm_head: Place | None = None,
         local: Sequence[str] = (),
         keep_weights: bool = False,
@@ -119,7 +120,10 @@ class Connection:
 
         Args:
             model: a transformers model or a PeftModel, with weights or on the meta device.
-            granularity: "linear" or "module" (a frozen MLP in one call; its backward computes it again).
+            granularity: "linear": a call per linear, or per linears that share an input; "module": a
+                frozen MLP in one call, whose backward computes it again; "segment": also, without
+                gradients, all between two attentions in one call; "auto": segments without
+                gradients, linears with.
             lm_head: where the output head runs; None is the connection's option.
             local: names or glob patterns of modules to keep here, such as "*.layers.0.*".
             keep_weights: keep the replaced layers in memory, so that `unwrap` works.
@@ -142,15 +146,14 @@ class Connection:
             keep_weights=keep_weights,
             verify=verify,
         )
-        if any(parameter.device.type == "meta" for parameter in model.parameters()):
-            skeleton.fill(model, self.manifest.parameters, self._parameters())
+        self._fill(base_of(model))
         return model
 
     def load_model(
         self,
         *,
         dtype: torch.dtype | None = None,
-        granularity: Granularity = "linear",
+        granularity: Granularity = "auto",
         lm_head: Place | None = None,
     ) -> Any:
         """A transformers model of the server's architecture, wrapped, without ever holding base weights.
@@ -163,8 +166,6 @@ class Connection:
             ModelMismatchError: the installed transformers does not know the architecture.
             ConfigError: lm_head="local" for a head that the server does not give away.
         """
-        lm_head = lm_head or self.options.lm_head
-        self._check_head(lm_head)
         model = skeleton.build(self.manifest, dtype or protocol.DTYPES[self.manifest.dtype])
         self.wrap(model, granularity=granularity, lm_head=lm_head)
         generation_config = skeleton.generation_config_from(self._published_files())
@@ -264,13 +265,14 @@ class Connection:
             raise from_wire(answer.code, answer.message)
         return answer
 
-    def _check_head(self, lm_head: Place) -> None:
-        heads = [info for info in self.manifest.modules if info.name.endswith("lm_head")]
-        if lm_head == "local" and any(not info.tied for info in heads):
-            raise ConfigError(
-                "lm_head='local': this head is not tied to the embedding, and the server keeps its weight; "
-                "use lm_head='remote', or wrap a model that has its weights"
-            )
+    def _fill(self, base: nn.Module) -> None:
+        """Give a model on the meta device what a client may hold."""
+        if not wrapping.has_meta(base):
+            return
+        published = self.manifest.parameters
+        rename = wrapping.renaming(base, (info.name for info in self.manifest.modules))
+        skeleton.fill(base, published, self._parameters(), rename)
+        wrapping.remember_values(base)
 
     def _parameters(self) -> Iterator[tuple[str, int, int, memoryview]]:
         total = sum(info.nbytes for info in self.manifest.parameters)

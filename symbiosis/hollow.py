@@ -1,8 +1,8 @@
 """HollowWeight: stands where a base weight stood, shows what it was, and holds nothing.
 
 One rule: whatever only looks (dtype, device, shape as DeepSpeed shows it, `.to()`) works; whatever
-would read values raises UnsupportedMethodError, and names the method that asked. Without the trap
-DoRA, PiSSA or a merge would fail on a shape, or worse, go on with nothing.
+would read values or train them raises UnsupportedMethodError, and names the method that asked. Without
+the trap DoRA, PiSSA or a merge would fail on a shape, or worse, go on with nothing.
 
 Rejected: a full-shape expanded tensor (`.to()` would materialise it, and reading it would be silently
 wrong) and a meta tensor (it breaks `.to()` and Trainer, and pulls new adapters onto meta).
@@ -132,8 +132,10 @@ class HollowWeight(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _harmless(func):
+        if not _harmless(func, args):
             raise UnsupportedMethodError(_refusal(func, args))
+        if _asks_for_gradient(func, args, kwargs or {}):
+            raise UnsupportedMethodError(_training_refusal(args))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         # `.data`, `.to()` and the like must stay hollow: peft reads `weight.data`, not `weight`.
@@ -143,11 +145,61 @@ class HollowWeight(nn.Parameter):
         return result
 
 
-def _harmless(func: Any) -> bool:
+def keep_out_of_checkpoints(module: nn.Module) -> None:
+    """A state dict of this module holds what the client holds: never a hollow weight."""
+    module.register_state_dict_post_hook(_drop_hollow)
+    module.register_load_state_dict_pre_hook(_refuse_base)
+
+
+def _drop_hollow(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+    for key, parameter in module._parameters.items():
+        if isinstance(parameter, HollowWeight):
+            state_dict.pop(prefix + key, None)
+
+
+def _refuse_base(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: object,
+    strict: bool,
+    missing: list[str],
+    *_: Any,
+) -> None:
+    for key, parameter in module._parameters.items():
+        if not isinstance(parameter, HollowWeight):
+            continue
+        if prefix + key in state_dict:
+            raise UnsupportedMethodError(
+                f"cannot load {prefix + key}: the base weight of {parameter.module_name} stays on the server. Load "
+                "the checkpoint there, or load only adapter and client parameters here"
+            )
+        state_dict[prefix + key] = parameter  # so that it is not missing; copying it onto itself does nothing
+
+
+def _harmless(func: Any, args: tuple[Any, ...]) -> bool:
     name = getattr(func, "__name__", "")
+    if name == "copy_":  # hollow to hollow, as when a state dict is loaded
+        return len(args) > 1 and isinstance(args[0], HollowWeight) and isinstance(args[1], HollowWeight)
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in VALUE_PROPERTIES
     return name in HARMLESS
+
+
+def _asks_for_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "requires_grad_":
+        return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name == "__set__" and attribute == "requires_grad" and bool(args[1])
+
+
+def _training_refusal(args: tuple[Any, ...]) -> str:
+    name = next((a.module_name for a in args if isinstance(a, HollowWeight)), "") or "this layer"
+    return (
+        f"the base weight of {name} stays on the server and cannot be trained. Instead, train an adapter, or wrap a "
+        f"model that has its weights with wrap(local=[...]), which keeps the layers that it names here"
+    )
 
 
 def _refusal(func: Any, args: tuple[Any, ...]) -> str:

@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._calls: set[WatchedCall] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may run, and close a connection, in the thread that holds it
         self._pid = 0
         self._asleep = False
         self._closed = False
@@ -45,47 +45,62 @@ class Watch:
         return WatchedCall(self, cancel, deadline_s)
 
     def close(self) -> None:
-        self._closed = True
+        """End the calls under way, and then the thread."""
+        with self._lock:
+            self._closed = True
+            calls = tuple(self._calls) if self._pid == os.getpid() else ()
+        for call in calls:
+            call.stop("closed")
         if self._pid == os.getpid():
             self._wake()
 
     def _add(self, call: WatchedCall) -> None:
-        if self._pid != os.getpid():
-            self._start()
-        self._calls.add(call)
+        with self._lock:
+            if self._closed:
+                call.stop("closed")
+                return
+            if self._pid != os.getpid():
+                self._start()
+            self._calls.add(call)
         if self._asleep:
             self._wake()
         if call.in_main:
-            self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            call.borrowed = True
+            if previous != self._writer:  # ours is still there if a signal cut the end of the last call short
+                self._previous = previous
 
     def _remove(self, call: WatchedCall) -> None:
-        if call.in_main:
+        if call.borrowed:
             signal.set_wakeup_fd(self._previous, warn_on_full_buffer=False)
-            self._previous = -1
         self._calls.discard(call)
 
     def _start(self) -> None:
         """Pipe and thread of this process; a forked child must not share its parent's."""
-        with self._lock:
-            if self._pid == os.getpid():
-                return
-            self._calls = set()
-            self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            threading.Thread(target=self._loop, name="symbiosis-watch", daemon=True).start()
-            self._pid = os.getpid()
+        self._calls = set()
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        threading.Thread(target=self._loop, name="symbiosis-watch", daemon=True).start()
+        self._pid = os.getpid()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
+        with contextlib.suppress(OSError):
             os.write(self._writer, b"\0")
 
+    def _needed(self) -> bool:
+        # While a call is under way its thread may hold our descriptor as the process's: not closed before.
+        with self._lock:
+            return bool(self._calls) or not self._closed
+
     def _loop(self) -> None:
+        poller = select.poll()  # select() refuses descriptors above 1023
+        poller.register(self._reader, select.POLLIN)
         busy_s = time.monotonic()
-        while not self._closed:
-            idle = not self._calls and time.monotonic() - busy_s > LINGER_S
+        while self._needed():
+            idle = not self._closed and not self._calls and time.monotonic() - busy_s > LINGER_S
             self._asleep = idle
             # A call that began before _asleep was set did not wake us: look once more before sleeping.
             sleep = idle and not self._calls
-            ready, _, _ = select.select([self._reader], [], [], None if sleep else POLL_S)
+            ready = poller.poll(None if sleep else POLL_S * 1e3)
             self._asleep = False
             if ready:
                 self._on_signals(os.read(self._reader, 64))
@@ -97,7 +112,7 @@ class Watch:
 
     def _on_signals(self, received: bytes) -> None:
         signals = received.replace(b"\0", b"")
-        if signals and self._previous != -1:
+        if signals and self._previous != -1:  # also after the call, whose end may have been quicker than this thread
             with contextlib.suppress(OSError):
                 os.write(self._previous, signals)
         if signal.SIGINT in signals:
@@ -109,18 +124,20 @@ class Watch:
         for call in tuple(self._calls):
             if now_s > call.deadline_s:
                 call.stop("expired")
+                self._calls.discard(call)
 
 
 class WatchedCall:
-    """One call under watch; `stopped` says why it was ended, if it was."""
+    """One call under watch; `stopped` says why it was ended, if it was: interrupted, expired or closed."""
 
-    __slots__ = ("_cancel", "_watch", "deadline_s", "in_main", "stopped")
+    __slots__ = ("_cancel", "_watch", "borrowed", "deadline_s", "in_main", "stopped")
 
     def __init__(self, watch: Watch, cancel: Callable[[], None], deadline_s: float) -> None:
         self._watch = watch
         self._cancel = cancel
         self.deadline_s = deadline_s
         self.in_main = threading.get_ident() == threading.main_thread().ident
+        self.borrowed = False  # the process's wake-up descriptor is ours
         self.stopped = ""
 
     def stop(self, why: str) -> None:
@@ -129,7 +146,11 @@ class WatchedCall:
             self._cancel()
 
     def __enter__(self) -> WatchedCall:
-        self._watch._add(self)
+        try:
+            self._watch._add(self)
+        except BaseException:  # Ctrl-C in there: __exit__ would not be called
+            self._watch._remove(self)
+            raise
         return self
 
     def __exit__(

@@ -18,9 +18,9 @@ import transformers
 from accelerate import init_empty_weights
 from torch import nn
 
+from symbiosis.adapters import base_modules, canonical_name
 from symbiosis.errors import ModelMismatchError, ProtocolError
 from symbiosis.flight.protocol import FILE_SUFFIXES, STORED_DTYPES, Manifest, ParameterInfo
-from symbiosis.hollow import HollowWeight
 
 ChunkData = tuple[str, int, int, memoryview]  # name, offset_bytes, total_bytes, content
 
@@ -48,23 +48,56 @@ def build(manifest: Manifest, dtype: torch.dtype) -> nn.Module:
     return frozen
 
 
-def fill(model: nn.Module, infos: Iterable[ParameterInfo], chunks: Iterable[ChunkData]) -> None:
+def fill(
+    model: nn.Module, infos: Iterable[ParameterInfo], chunks: Iterable[ChunkData], rename: Callable[[str], str]
+) -> None:
     """Give a model on meta what a client may hold, as it arrives.
+
+    Args:
+        model: the base model, whose base layers are stand-ins already; it may hold adapters.
+        infos: what the server publishes.
+        chunks: its content.
+        rename: the server's name of a tensor to this model's.
 
     Raises:
         ProtocolError: chunks that do not fit what the manifest says.
         ModelMismatchError: something is still missing after the last chunk.
     """
     published = {info.name: info for info in infos}
+    slots = dict(_slots(model))
     for name, content in _assembled(published, chunks):
-        _assign(model, name, content)
+        if (slot := slots.get(rename(name))) is not None:
+            _assign(*slot, name, content)
+    _restore_buffers(model)
     model.tie_weights()  # type: ignore[operator]
-    missing = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
+    missing = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if missing:
         raise ModelMismatchError(
-            f"the server neither serves nor publishes {len(missing)} tensors of this model, first {missing[0]!r}; "
-            "its transformers version probably differs"
+            f"{len(missing)} tensors of this model have no values, and the server publishes none for them, first "
+            f"{missing[0]!r}. What is yours (adapters, another head) must not be on the meta device: wrap the base "
+            "first and add it after that. If it is the base's, the server's transformers version probably differs"
         )
+
+
+def _slots(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """(name without adapters, (module, key)) of every parameter and buffer of the base."""
+    for path, module in base_modules(model):
+        for key in (*module._parameters, *module._buffers):
+            yield canonical_name(f"{path}.{key}" if path else key), (module, key)
+
+
+def _restore_buffers(model: nn.Module) -> None:
+    """Buffers that transformers computes and never saves, which a model built on meta lacks, from a twin that has them."""
+    lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if not lacking:
+        return
+    with init_empty_weights(include_buffers=False):
+        twin = type(model)._from_config(model.config)  # type: ignore[attr-defined]
+    computed = {canonical_name(name): buffer for name, buffer in twin.named_buffers()}
+    for name in lacking:
+        path, _, key = name.rpartition(".")
+        if (value := computed.get(canonical_name(name))) is not None:
+            model.get_submodule(path)._buffers[key] = value
 
 
 def _assembled(published: dict[str, ParameterInfo], chunks: Iterable[ChunkData]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,24 +119,19 @@ def _assembled(published: dict[str, ParameterInfo], chunks: Iterable[ChunkData])
             content = torch.empty(0, dtype=torch.uint8)
 
 
-def _assign(model: nn.Module, name: str, content: torch.Tensor) -> None:
-    """Put a tensor where the model has a parameter or buffer of that name; elsewhere it is not needed."""
-    path, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        return
-    current = module._parameters.get(leaf)
-    if current is None:
-        if leaf in module._buffers:
-            module._buffers[leaf] = content
-        return
-    if isinstance(current, HollowWeight):
+def _assign(module: nn.Module, key: str, name: str, content: torch.Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer that has no values yet."""
+    current = module._parameters.get(key, module._buffers.get(key))
+    if current is None or not current.is_meta:
         return
     if current.shape != content.shape:
         raise ModelMismatchError(f"{name} is {list(current.shape)} here and {list(content.shape)} on the server")
-    dtype = current.dtype if content.is_floating_point() else content.dtype
-    module._parameters[leaf] = nn.Parameter(content.to(dtype), requires_grad=current.requires_grad)
+    if content.is_floating_point():
+        content = content.to(current.dtype)
+    if key in module._buffers:
+        module._buffers[key] = content
+    else:
+        module._parameters[key] = nn.Parameter(content, requires_grad=current.requires_grad)
 
 
 def load_files(files: dict[str, bytes], what: Callable[[Path], Any]) -> Any:

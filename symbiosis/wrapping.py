@@ -1,4 +1,6 @@
-"""The plan: which frozen modules of a model go remote and at which granularity; swap, unwrap, report.
+"""Wrapping: which frozen modules of a model go remote, and the swap; and unwrapping.
+
+    plan -> check -> swap
 
 One rule: everything is checked before anything is changed. A model that is refused is left as it was;
 one that is accepted is the same object, with the same module names and types.
@@ -7,74 +9,26 @@ one that is accepted is the same object, with the same module names and types.
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.adapters import base_of, canonical_name, refuse_weight_readers
+from symbiosis.adapters import base_modules, base_of, canonical_name, refuse_weight_readers
+from symbiosis.block import RemoteBlock
 from symbiosis.errors import ConfigError, ModelMismatchError, UnsupportedMethodError
 from symbiosis.flight.fingerprint import hash_tensors
 from symbiosis.flight.protocol import DTYPES, TAGS, Manifest, ModuleInfo
-from symbiosis.hollow import HollowWeight
-from symbiosis.remote import Remote, RemoteBlock, RemoteConv1D, RemoteLinear, RemoteMixin, SharedInputs
-from symbiosis.tables import html_table
+from symbiosis.lazy import RemoteNorm
+from symbiosis.plan import Entry, Granularity, Place, Plan
+from symbiosis.remote import RemoteConv1D, RemoteLinear, RemoteMixin
+from symbiosis.sharing import Remote, SharedInputs
 
-Granularity = Literal["linear", "module"]
-Place = Literal["auto", "local", "remote"]
 PLAN_ATTRIBUTE = "_symbiosis_plan"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One module of the client's model: its path there, its name on the server, where it runs and why."""
-
-    path: str
-    name: str
-    where: Literal["remote", "block", "local"]
-    reason: str
-    info: ModuleInfo | None = None
-
-
-@dataclass
-class Plan:
-    """What runs where. `groups` (who shares calls) is learnt in the first forward pass."""
-
-    entries: list[Entry]
-    shared: SharedInputs
-    granularity: Granularity
-    kept: dict[str, nn.Module] = field(default_factory=dict)
-
-    @property
-    def remote(self) -> list[Entry]:
-        return [entry for entry in self.entries if entry.where != "local"]
-
-    @property
-    def local(self) -> list[Entry]:
-        return [entry for entry in self.entries if entry.where == "local"]
-
-    @property
-    def parameters_remote(self) -> int:
-        return sum(entry.info.parameters for entry in self.entries if entry.where == "remote" and entry.info)
-
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """(where, module, how many, why), with layer numbers folded to `*`."""
-        folded = Counter((e.where, _folded(e.name), e.reason) for e in self.entries)
-        return [(where, name, str(count), reason) for (where, name, reason), count in folded.items()]
-
-    def __str__(self) -> str:
-        lines = [f"{where:<7}{count:>4} x {name:<44}{reason}" for where, name, count, reason in self.rows()]
-        shares = sorted({" + ".join(_folded(n).rpartition(".")[2] for n in group) for group in self.shared.groups})
-        if shares:
-            lines.append("one call each: " + ", ".join(shares))
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return html_table(self.rows(), head=("where", "module", "count", "why"))
+Renaming = Callable[[str], str]
 
 
 def wrap(
@@ -82,7 +36,7 @@ def wrap(
     manifest: Manifest,
     remote: Remote,
     *,
-    granularity: Granularity = "linear",
+    granularity: Granularity = "auto",
     lm_head: Place = "auto",
     local: Sequence[str] = (),
     keep_weights: bool = False,
@@ -94,8 +48,7 @@ def wrap(
         model: a transformers model or PeftModel, with weights or on the meta device.
         manifest: what the server serves.
         remote: what computes it.
-        granularity: "linear": a call per linear, or per linears that share an input; "module": blocks
-            without adapters inside (MLPs) in one call, recomputed in the backward pass.
+        granularity: as in `Connection.wrap`.
         lm_head: where the output head runs; "auto" is local if it is tied to the embedding.
         local: names or glob patterns of modules to keep on the client.
         keep_weights: keep the replaced modules, so that `unwrap` can put them back.
@@ -106,21 +59,24 @@ def wrap(
         UnsupportedMethodError: an adapter that needs base weights, or a model that is wrapped already.
         ConfigError: a bad option.
     """
-    if granularity not in ("linear", "module"):
-        raise ConfigError(f"granularity={granularity!r}; expected 'linear' or 'module'")
+    if granularity not in get_args(Granularity):
+        raise ConfigError(f"granularity={granularity!r}; expected one of {', '.join(get_args(Granularity))}")
     if plan_of(model) is not None:
         raise UnsupportedMethodError("this model is wrapped already; load a fresh one, or unwrap it first")
     refuse_weight_readers(model)
     base = base_of(model)
-    infos = _matching_infos(base, manifest)
     trained = base is not model  # with adapters in place, a weight that requires grad is trained on purpose
+    infos = _matching_infos(base, manifest)
     entries = list(_entries(base, infos, lm_head, local, trained, granularity))
     if not any(entry.where != "local" for entry in entries):
         raise ModelMismatchError(_no_module_message(base, manifest, entries))
-    if verify:
-        _verify(base, entries, manifest)
-    plan = Plan(entries, SharedInputs(remote), granularity)
-    _swap(base, plan, remote, keep_weights)
+    if has_meta(base):
+        _check_skeleton(base, entries, manifest, keep_weights)
+    _check_weights(base, entries, manifest, verify)
+    plan = Plan(entries, SharedInputs(remote, lazy=granularity in ("auto", "segment")), granularity, keep_weights)
+    _swap(base, plan, infos)
+    if plan.shared.lazy:
+        _swap_norms(base, infos, plan.shared)
     # On the model itself, so that it lives and is copied with it; object.__setattr__: it is no module.
     object.__setattr__(base, PLAN_ATTRIBUTE, plan)
     return plan
@@ -141,37 +97,53 @@ def unwrap(model: nn.Module) -> None:
     plan = plan_of(model)
     if plan is None:
         raise UnsupportedMethodError("this model is not wrapped")
-    if not plan.kept:
+    if not plan.keeps_weights:
         raise UnsupportedMethodError(
             "the base weights of this model were freed when it was wrapped; wrap(model, keep_weights=True) keeps them, "
             "or load the model again"
         )
-    for path, original in plan.kept.items():
-        _place_module(base, _current_path(base, path), original)
-    for entry in plan.entries:
-        if entry.where == "block":
-            del base.get_submodule(entry.path).forward
+    for replaced in _replaced_forwards(base):
+        replaced.restore()
+    _replace(base, lambda module: module.restored() if isinstance(module, RemoteMixin) else module)
     delattr(base, PLAN_ATTRIBUTE)
+
+
+def has_meta(model: nn.Module) -> bool:
+    """Whether a parameter or buffer has no storage yet."""
+    return any(t.is_meta for _, module in base_modules(model) for t in _own_tensors(module))
+
+
+def remember_values(model: nn.Module) -> None:
+    """Take the client's parameters, which have just been filled, for the server's."""
+    base = base_of(model)
+    for module in (*_replaced_forwards(base), *base.modules()):
+        if isinstance(module, (RemoteBlock, RemoteNorm, RemoteMixin)):
+            module.remember()
+
+
+def renaming(base: nn.Module, names: Iterable[str]) -> Renaming:
+    """How the server's names become the client's.
+
+    A model of the same family can have another head, and so another prefix (`model.`, `transformer.`)
+    or none: the prefix under which most names agree is taken.
+    """
+    paths = {canonical_name(path) for path, _ in base.named_modules()}
+    prefix = getattr(base, "base_model_prefix", "")
+    candidates: list[Renaming] = [lambda name: name]
+    if prefix:
+        candidates.append(lambda name: f"{prefix}.{name}")
+        candidates.append(lambda name: name.removeprefix(f"{prefix}."))
+    known = list(names)
+    return max(candidates, key=lambda rename: sum(rename(name) in paths for name in known))
 
 
 # --- planning ---------------------------------------------------------------------------------------
 
 
 def _matching_infos(base: nn.Module, manifest: Manifest) -> dict[str, ModuleInfo]:
-    """The server's modules under the client's names.
-
-    A model of the same family can have another head, and so another prefix (`model.`, `transformer.`)
-    or none: the prefix under which most names agree is taken.
-    """
-    paths = {canonical_name(path) for path, _ in base.named_modules()}
-    names = [info.name for info in manifest.modules]
-    prefix = getattr(base, "base_model_prefix", "")
-    candidates: list[Callable[[str], str]] = [lambda name: name]
-    if prefix:
-        candidates.append(lambda name: f"{prefix}.{name}")
-        candidates.append(lambda name: name.removeprefix(f"{prefix}."))
-    best = max(candidates, key=lambda rename: sum(rename(name) in paths for name in names))
-    return {best(info.name): info for info in manifest.modules}
+    """The server's modules under the client's names."""
+    rename = renaming(base, (info.name for info in manifest.modules))
+    return {rename(info.name): info for info in manifest.modules}
 
 
 def _entries(
@@ -183,32 +155,32 @@ def _entries(
     granularity: Granularity,
 ) -> Iterator[Entry]:
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None  # type: ignore[operator]
-    for path, module in base.named_modules():
+    for path, module in base_modules(base):
         name = canonical_name(path)
         info = infos.get(name)
+        asked = any(fnmatch.fnmatch(name, pattern) for pattern in local)
         if isinstance(module, (nn.Linear, Conv1D)):
-            reason = _stays(module, info, name, local, trained)
+            reason = _stays(module, info, asked, trained)
             if not reason and info is not None and (module is head or info.tied):
                 reason = _head_stays(info, lm_head)
-            if reason:
-                yield Entry(path, name, "local", reason, info)
-            else:
-                yield Entry(path, name, "remote", "frozen linear", info)
-        elif info is not None and info.kind == "block" and _is_base_module(module):
-            required = _has_own_weights(module)
-            if any(fnmatch.fnmatch(name, pattern) for pattern in local):
+            yield Entry(path, name, "local" if reason else "remote", reason or "frozen linear", info)
+        elif info is not None and info.kind == "block":
+            required = _has_own_matrices(module)
+            if asked:
                 yield Entry(path, name, "local", "asked for by local=", info)
-            elif required or granularity == "module":
+            elif required or granularity != "linear":
                 yield Entry(path, name, "block", "experts" if required else "frozen block in one call", info)
 
 
-def _stays(module: nn.Module, info: ModuleInfo | None, name: str, local: Sequence[str], trained: bool) -> str:
+def _stays(module: nn.Module, info: ModuleInfo | None, asked: bool, trained: bool) -> str:
     """Why a linear stays on the client; empty if it can go."""
     if info is None:
         return "not served"
-    if any(fnmatch.fnmatch(name, pattern) for pattern in local):
+    if asked:
         return "asked for by local="
-    if trained and module.weight.requires_grad:
+    if type(module) not in (nn.Linear, Conv1D):
+        return f"{type(module).__name__} may compute something else"
+    if trained and module.weight.requires_grad:  # type: ignore[union-attr]
         return "trained here"
     return ""
 
@@ -219,18 +191,13 @@ def _head_stays(info: ModuleInfo, lm_head: Place) -> str:
     return "tied to the embedding, which is here" if info.tied and lm_head == "auto" else ""
 
 
-def _is_base_module(module: nn.Module) -> bool:
-    return not type(module).__module__.startswith("peft.")
-
-
-def _has_own_weights(module: nn.Module) -> bool:
+def _has_own_matrices(block: nn.Module) -> bool:
     """Whether a block holds matrices that belong to no linear, such as fused experts."""
     return any(
-        parameter.dim() >= 2
-        for child in module.modules()
-        if not isinstance(child, (nn.Linear, Conv1D)) and _is_base_module(child)
-        for parameter in child._parameters.values()
-        if parameter is not None
+        parameter is not None and parameter.dim() >= 2
+        for _, module in base_modules(block)
+        if not isinstance(module, (nn.Linear, Conv1D))
+        for parameter in module._parameters.values()
     )
 
 
@@ -246,14 +213,36 @@ def _no_module_message(base: nn.Module, manifest: Manifest, entries: Iterable[En
 # --- checking ---------------------------------------------------------------------------------------
 
 
-def _verify(base: nn.Module, entries: Iterable[Entry], manifest: Manifest) -> None:
+def _check_skeleton(base: nn.Module, entries: Iterable[Entry], manifest: Manifest, keep_weights: bool) -> None:
+    """A model without weights has no hashes: what else says which model it is must agree."""
+    if keep_weights:
+        raise ConfigError("keep_weights=True, but this model is on the meta device and has no weights to keep")
+    mine = getattr(getattr(base, "config", None), "model_type", "")
+    theirs = json.loads(manifest.config).get("model_type", "")
+    if mine != theirs:
+        raise ModelMismatchError(f"this model is a {mine!r}; the server's {manifest.model} is a {theirs!r}")
+    published = {info.name for info in manifest.parameters}
     for entry in entries:
-        if entry.where == "remote" and entry.info is not None:
-            module = base.get_submodule(entry.path)
-            weight = _canonical_weight(module)
-            _verify_shape(entry, tuple(weight.shape), manifest)
-            if weight.device.type != "meta":
-                _verify_hash(entry, weight, manifest)
+        if entry.where != "local" or entry.info is None or entry.info.tied:
+            continue
+        module = base.get_submodule(entry.path)
+        if any(p.is_meta for p in module.parameters()) and f"{entry.info.name}.weight" not in published:
+            raise ConfigError(
+                f"{entry.name} is to stay here ({entry.reason}), but this model has no weights yet, and the server keeps "
+                "that one; leave it remote, or wrap a model that has its weights"
+            )
+
+
+def _check_weights(base: nn.Module, entries: Iterable[Entry], manifest: Manifest, verify: bool) -> None:
+    for entry in entries:
+        if entry.where == "local" or entry.info is None:
+            continue
+        module = base.get_submodule(entry.path)
+        tensors = [_canonical_weight(module)] if entry.where == "remote" else _block_parameters(module)
+        if entry.where == "remote":
+            _check_shape(entry, tuple(tensors[0].shape), manifest)
+        if verify and not any(tensor.is_meta for tensor in tensors):
+            _check_hash(entry, tensors, manifest)
 
 
 def _canonical_weight(module: nn.Module) -> torch.Tensor:
@@ -262,7 +251,18 @@ def _canonical_weight(module: nn.Module) -> torch.Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def _verify_shape(entry: Entry, shape: tuple[int, ...], manifest: Manifest) -> None:
+def _block_parameters(block: nn.Module) -> list[torch.Tensor]:
+    """All of a block's base parameters, in the order of their names, as the server hashes them."""
+    named = {
+        f"{canonical_name(path)}.{key}".removeprefix("."): parameter
+        for path, module in base_modules(block)
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    return [parameter for _, parameter in sorted(named.items())]
+
+
+def _check_shape(entry: Entry, shape: tuple[int, ...], manifest: Manifest) -> None:
     assert entry.info is not None
     expected = (entry.info.d_out, entry.info.d_in)
     if shape != expected:
@@ -272,11 +272,11 @@ def _verify_shape(entry: Entry, shape: tuple[int, ...], manifest: Manifest) -> N
         )
 
 
-def _verify_hash(entry: Entry, weight: torch.Tensor, manifest: Manifest) -> None:
+def _check_hash(entry: Entry, tensors: list[torch.Tensor], manifest: Manifest) -> None:
     """One equal hash is a match: in the client's dtype or in the server's (docs/protocol.md section 7)."""
     assert entry.info is not None
-    for tag in dict.fromkeys((TAGS.get(weight.dtype, "F32"), manifest.dtype)):
-        if hash_tensors([weight], DTYPES[tag]) == entry.info.hashes.get(tag):
+    for tag in dict.fromkeys((TAGS.get(tensors[0].dtype, "F32"), manifest.dtype)):
+        if hash_tensors(tensors, DTYPES[tag]) == entry.info.hashes.get(tag):
             return
     raise ModelMismatchError(
         f"{entry.name} has other values here than in the server's {manifest.model}"
@@ -288,46 +288,73 @@ def _verify_hash(entry: Entry, weight: torch.Tensor, manifest: Manifest) -> None
 # --- swapping ---------------------------------------------------------------------------------------
 
 
-def _swap(base: nn.Module, plan: Plan, remote: Remote, keep_weights: bool) -> None:
+def _swap(base: nn.Module, plan: Plan, infos: Mapping[str, ModuleInfo]) -> None:
+    widths = {info.d_out for info in infos.values() if info.kind == "norm"}
+    stand_ins = {
+        base.get_submodule(entry.path): _stand_in(base.get_submodule(entry.path), entry, plan, widths)
+        for entry in plan.entries
+        if entry.where == "remote"
+    }
+    _replace(base, lambda module: stand_ins.get(module, module))
     for entry in plan.entries:
-        if entry.where != "remote":
+        if entry.where == "block":
+            module = base.get_submodule(entry.path)
+            module.forward = RemoteBlock(
+                entry.remote_name,
+                plan.shared,
+                module,
+                entry.info.d_out if entry.info else 0,
+                required=_has_own_matrices(module),
+                lazy_only=plan.granularity == "auto",
+                keep=plan.keeps_weights,
+            )
+
+
+def _stand_in(original: Any, entry: Entry, plan: Plan, widths: Collection[int]) -> nn.Module:
+    kind: Any = RemoteConv1D if isinstance(original, Conv1D) else RemoteLinear
+    stand_in: RemoteMixin = kind(entry.remote_name, plan.shared, original, keep=plan.keeps_weights)
+    # What cannot be part of a residual stream is looked at, and the client's own bias is not the server's.
+    joins = entry.info is not None and entry.info.d_out in widths
+    if not joins or not (original.bias is None or (entry.info and _agrees([original.bias], entry.info.bias))):
+        stand_in.lazy = False
+    return stand_in
+
+
+def _swap_norms(base: nn.Module, infos: Mapping[str, ModuleInfo], shared: SharedInputs) -> None:
+    """Let norms that are the server's defer, too."""
+    for path, module in base_modules(base):
+        info = infos.get(canonical_name(path))
+        if info is None or info.kind != "norm" or "forward" in module.__dict__ or _ends_model(base, path):
             continue
-        original = base.get_submodule(entry.path)
-        stand_in: RemoteMixin
-        if isinstance(original, Conv1D):
-            stand_in = RemoteConv1D(entry.info.name if entry.info else entry.name, plan.shared, original)
-        else:
-            stand_in = RemoteLinear(entry.info.name if entry.info else entry.name, plan.shared, original)  # type: ignore[arg-type]
-        _place_module(base, entry.path, stand_in)
-        if keep_weights:
-            plan.kept[entry.path] = original
-    for entry in plan.entries:
-        if entry.where == "block" and entry.info is not None:
-            _swap_block(base.get_submodule(entry.path), entry.info.name, remote)
+        if _agrees([p for _, p in sorted(module.named_parameters())], info.hashes):
+            module.forward = RemoteNorm(info.name, module, shared.deferrals)
 
 
-def _swap_block(module: nn.Module, name: str, remote: Remote) -> None:
-    required = _has_own_weights(module)
-    for child in module.modules() if required else ():
-        for key, parameter in list(child._parameters.items()):
-            if parameter is not None and parameter.dim() >= 2 and not isinstance(parameter, HollowWeight):
-                child._parameters[key] = HollowWeight(parameter.shape, parameter.dtype, "cpu", f"{name}.{key}")
-    module.forward = RemoteBlock(name, remote, module, required=required)
+def _ends_model(base: nn.Module, path: str) -> bool:
+    """A norm beside an embedding is the model's first or last; what it returns is looked at by its user."""
+    siblings = base.get_submodule(path.rpartition(".")[0]).children()
+    return any(isinstance(sibling, nn.Embedding) for sibling in siblings)
 
 
-def _place_module(base: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    setattr(base.get_submodule(parent), leaf, module)
+def _agrees(values: Sequence[torch.Tensor], hashes: Mapping[str, str]) -> bool:
+    """Whether values are the server's, in one of the published dtypes; values on meta will be."""
+    if any(value.is_meta for value in values):
+        return True
+    return any(hash_tensors(values, DTYPES[tag]) == wanted for tag, wanted in hashes.items())
 
 
-def _current_path(base: nn.Module, path: str) -> str:
-    """Where a module is now: adapters added after `wrap` moved it to `.base_layer`."""
-    while isinstance(inner := getattr(base.get_submodule(path), "base_layer", None), nn.Module):
-        path += ".base_layer"
-        if isinstance(inner, RemoteMixin):
-            break
-    return path
+def _replace(base: nn.Module, choose: Callable[[nn.Module], nn.Module]) -> None:
+    """Put `choose(child)` in the place of each child, wherever it hangs: a module may hang in several places."""
+    for parent in list(base.modules()):
+        for name, child in parent._modules.items():
+            if child is not None:
+                parent._modules[name] = choose(child)
 
 
-def _folded(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def _replaced_forwards(base: nn.Module) -> list[RemoteBlock | RemoteNorm]:
+    forwards = [module.__dict__.get("forward") for module in base.modules()]
+    return [forward for forward in forwards if isinstance(forward, (RemoteBlock, RemoteNorm))]
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]

@@ -46,6 +46,4 @@ def test_every_module_has_a_place_in_the_layer_table(path: Path) -> None:
     name = dotted(path)
 
     # import-linter says nothing about a module that no row names.
-    assert any(name == row or name.startswith(f"{row}.") for row in listed_in_layers()), (
-        f"{name} is in no layer"
-    )
+    assert any(name == row or name.startswith(f"{row}.") for row in listed_in_layers()), f"{name} is in no layer"

@@ -43,11 +43,7 @@ def sections() -> dict[str, str]:
 
 
 def test_the_table_above_is_the_whole_tree() -> None:
-    public = {
-        value
-        for value in vars(errors).values()
-        if isinstance(value, type) and issubclass(value, SymbiosisError)
-    }
+    public = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, SymbiosisError)}
 
     assert set(TREE) == public
 
@@ -76,9 +72,7 @@ def test_an_error_survives_the_wire(cls: type[SymbiosisError]) -> None:
 
 
 @CLASSES
-@pytest.mark.parametrize(
-    "twin", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy], ids=["pickle", "copy"]
-)
+@pytest.mark.parametrize("twin", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy], ids=["pickle", "copy"])
 def test_an_error_survives_pickle_and_copy(cls, twin) -> None:
     error = twin(cls("the message", retry_after_s=2.0))
 

@@ -18,9 +18,7 @@ HEAVY = ("torch", "transformers", "peft", "numpy", "pyarrow", "pydantic", "ipywi
 
 
 def python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip()
 
 

@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Linear:
-    """A frozen linear without its bias. `weight` is [d_out, d_in]; a Conv1D's is a transposed view."""
+    """A frozen linear. `weight` is [d_out, d_in]; a Conv1D's is a transposed view. `bias` is used in segments only."""
 
     name: str
     weight: torch.Tensor
+    bias: torch.Tensor | None = None
     kind: str = "linear"
 
     @property
@@ -104,7 +105,8 @@ class BaseModel:
         self._tied = _tied_weights(frozen)
         self.linears = dict(_find_linears(frozen))
         self.blocks = dict(_find_blocks(frozen, self.config))
-        self.modules: dict[str, Linear | Block] = {**self.linears, **self.blocks}
+        self.norms = dict(_find_norms(frozen))
+        self.modules: dict[str, Linear | Block] = {**self.linears, **self.blocks, **self.norms}
         self.parameters = dict(_find_parameters(frozen, self))
         weight = next(iter(self.linears.values())).weight if self.linears else next(frozen.parameters())
         self.dtype, self.device = weight.dtype, weight.device
@@ -128,6 +130,7 @@ class BaseModel:
                 parameters=sum(t.numel() for t in module.tensors()),
                 tied=isinstance(module, Linear) and f"{name}.weight" in self._tied,
                 hashes=self.hashes[name],
+                bias=_bias_hashes(module),
             )
             for name, module in self.modules.items()
         ]
@@ -244,9 +247,32 @@ def _find_linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
     for name, module in model.named_modules():
         # Exact types: a subclass may compute something else, and is left to blocks or to the client.
         if type(module) is nn.Linear:
-            yield name, Linear(name, module.weight.detach())
+            yield name, Linear(name, module.weight.detach(), _detached(module.bias))
         elif type(module) is Conv1D:
-            yield name, Linear(name, module.weight.detach().t(), kind="conv1d")
+            yield name, Linear(name, module.weight.detach().t(), _detached(module.bias), kind="conv1d")
+
+
+def _bias_hashes(module: Linear | Block) -> dict[str, str]:
+    bias = module.bias if isinstance(module, Linear) else None
+    return {} if bias is None else module_hashes([bias])
+
+
+def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach()
+
+
+def _find_norms(model: nn.Module) -> Iterator[tuple[str, Block]]:
+    """Leaves whose parameters are vectors of one width and that treat each token on its own."""
+    verdicts: dict[tuple[type, int], int] = {}
+    for name, module in model.named_modules():
+        parameters = list(module.parameters())
+        if not parameters or next(module.children(), None) or any(p.dim() != 1 for p in parameters):
+            continue
+        kind = (type(module), parameters[0].shape[0])
+        if kind not in verdicts:
+            verdicts[kind] = _probe(module, kind[1])
+        if verdicts[kind] == kind[1]:
+            yield name, Block(name, module, kind[1], kind[1], kind="norm")
 
 
 def _find_blocks(model: nn.Module, config: Any) -> Iterator[tuple[str, Block]]:

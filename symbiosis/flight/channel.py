@@ -8,11 +8,13 @@ late reply can not be taken for another call's.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
@@ -31,6 +33,7 @@ from symbiosis.flight import protocol
 from symbiosis.interrupts import Watch, WatchedCall
 
 T = TypeVar("T")
+GRACE_S = 1.0
 SCHEMES = ("grpc://", "grpc+tcp://", "grpc+unix://")
 CHANNEL_OPTIONS = [
     # A channel of its own: no shared back-off state, and a quick retry when a server is restarted.
@@ -90,6 +93,9 @@ class FlightChannel:
         max_streams: most streams open at once; further calls wait for one.
     """
 
+    _client: fl.FlightClient | None = None  # made by the first call, in the process that makes it
+    _pid = 0
+
     def __init__(self, url: str, max_streams: int = 8) -> None:
         self.url = check_url(url)
         self.open_header = b""
@@ -97,7 +103,8 @@ class FlightChannel:
         self._watch = Watch()
         self._lock = threading.Lock()
         self._closed = False
-        self._reset()
+        self._idle: list[_Stream] = []
+        self._free = threading.Semaphore(max_streams)
 
     def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Message:
         while True:
@@ -120,13 +127,13 @@ class FlightChannel:
                 raise ProtocolError(f"action {name} of {self.url} answered {len(results)} results, expected 1")
             return bytes(results[0].body)
 
-        return _interruptible(lambda: self._mapped(run))
+        return self._interruptible(run, timeout_s)
 
     def download(self, ticket: bytes, timeout_s: float) -> Iterator[Message]:
         options = fl.FlightCallOptions(timeout=timeout_s)
         reader = self._mapped(lambda: self._connected().do_get(fl.Ticket(ticket), options))
         try:
-            while (chunk := _interruptible(lambda: self._mapped(lambda: _next_chunk(reader)))) is not None:
+            while (chunk := self._interruptible(lambda: _next_chunk(reader), timeout_s)) is not None:
                 yield chunk
         finally:
             reader.cancel()
@@ -136,26 +143,33 @@ class FlightChannel:
             self._closed = True
             idle = list(self._idle)
             self._idle.clear()
-        for stream in idle:
-            stream.end()
         self._watch.close()
-        if self._client is not None and self._pid == os.getpid():
+        if self._client is not None and not self._forked():
+            for stream in idle:
+                stream.end()
             self._client.close()
 
-    def _reset(self) -> None:
-        """Start over in this process: gRPC does not survive a fork, so a child opens its own."""
-        self._pid = os.getpid()
-        self._client: fl.FlightClient | None = None
-        self._idle: list[_Stream] = []
-        self._free = threading.Semaphore(self._max_streams)
+    def __del__(self) -> None:
+        # Freeing a stream waits for gRPC's threads, which a forked child does not have: it would never end.
+        if self._forked():
+            for inherited in (self._client, self._idle):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
+
+    def _forked(self) -> bool:
+        return self._client is not None and self._pid != os.getpid()
 
     def _connected(self) -> fl.FlightClient:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the connection to {self.url} was closed; call symbiosis.connect again")
-            if self._pid != os.getpid():
-                self._reset()
+            if self._forked():
+                raise ClosedError(
+                    f"the connection to {self.url} stayed in process {self._pid}, from which this one was forked: gRPC "
+                    "does not survive a fork. Start the process with the method 'spawn' and connect in it, as "
+                    "DataLoader(multiprocessing_context='spawn') does"
+                )
             if self._client is None:
+                self._pid = os.getpid()
                 self._client = fl.FlightClient(self.url, generic_options=[*CHANNEL_OPTIONS, *_proxy(self.url)])
             return self._client
 
@@ -192,13 +206,30 @@ class FlightChannel:
             if not reuse:
                 stream.end()
 
+    def _interruptible(self, run: Callable[[], T], timeout_s: float) -> T:
+        """Run in a thread and wait for it, so that Ctrl-C returns at once; for rare calls, at 0.1 ms each."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(self._mapped(run))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="symbiosis-rare-call", daemon=True).start()
+        try:
+            # gRPC keeps the time, unless it cannot: in a process that was forked after its threads were started.
+            return future.result(timeout_s + GRACE_S)
+        except FutureTimeoutError as error:
+            raise self._translate(error, "expired") from None
+
     def _mapped(self, run: Callable[[], T], call: WatchedCall | None = None) -> T:
         """Run, with Flight's errors as ours: the one place where they are told apart."""
         try:
             return run()
         except SymbiosisError:
             raise
-        except (pa.ArrowException, StopIteration) as error:
+        except (pa.ArrowException, OSError, StopIteration) as error:  # Arrow's IOError is OSError
             stopped = call.stopped if call else ""
             raise self._translate(error, stopped) from None
 
@@ -208,7 +239,7 @@ class FlightChannel:
         if stopped == "expired" or isinstance(error, fl.FlightTimedOutError):
             return DeadlineExceededError(
                 f"no reply from {self.url} within the deadline; the server may be overloaded or gone "
-                "(request_timeout_s sets the limit)"
+                "(connect_timeout_s and request_timeout_s set the limits)"
             )
         if isinstance(error, (fl.FlightUnauthenticatedError, fl.FlightUnauthorizedError)):
             return AuthError(f"{self.url} refused the credentials")
@@ -260,19 +291,3 @@ def _proxy(url: str) -> list[tuple[str, int]]:
     host = url.partition("://")[2]
     loopback = host.startswith(("127.", "localhost:", "[::1]"))
     return [("grpc.enable_http_proxy", 0)] if loopback else []
-
-
-def _interruptible(run: Callable[[], T]) -> T:
-    """Run in a thread and wait for it, so that Ctrl-C returns at once; for rare calls, at 0.1 ms each."""
-    if threading.current_thread() is not threading.main_thread():
-        return run()
-    future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(run())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="symbiosis-rare-call", daemon=True).start()
-    return future.result()

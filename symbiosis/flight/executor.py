@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -20,17 +21,19 @@ from symbiosis.errors import (
     RemoteOutOfMemoryError,
     SymbiosisError,
 )
+from symbiosis.flight import segment
 from symbiosis.flight.base_model import BaseModel
-from symbiosis.flight.scheduler import Batch, Scheduler, Task
+from symbiosis.flight.protocol import Step
+from symbiosis.flight.scheduler import Batch, Key, Scheduler, Task
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Output rows of one task [N, d], on the CPU in the dtype of its input, and how they came about."""
+    """Outputs of one task, each [N, d], on the CPU in the dtype of its input, and how they came about."""
 
-    output: torch.Tensor
+    outputs: list[torch.Tensor]
     queue_s: float
     compute_s: float
     batch_requests: int
@@ -87,19 +90,26 @@ class Executor:
             return False
         computed_s = time.perf_counter() - started_s
         tokens = sum(task.tokens for task in tasks)
-        for task, output in zip(tasks, outputs, strict=True):
-            task.result.set_result(Result(output, started_s - task.enqueued_s, computed_s, len(tasks), tokens))
-        self._observe(Batch(tasks[0].key, tuple(tasks)), computed_s)
+        for task, parts in zip(tasks, outputs, strict=True):
+            task.result.set_result(Result(parts, started_s - task.enqueued_s, computed_s, len(tasks), tokens))
+        batch = Batch(tasks[0].key, tuple(tasks))
+        self._scheduler.done(batch, computed_s)
+        self._observe(batch, computed_s)
         return True
 
-    def _compute(self, tasks: list[Task]) -> list[torch.Tensor]:
+    def _compute(self, tasks: list[Task]) -> list[list[torch.Tensor]]:
         """Concatenate by tokens -> one operation -> split: N_1 + N_2 + ... rows."""
-        key = tasks[0].key
         columns = zip(*(task.tensors for task in tasks), strict=True)
         inputs = [self._load(torch.cat(c) if len(c) > 1 else c[0]) for c in columns]
-        output = self._base.run(key.op, key.modules, inputs)
-        output = output.to(device="cpu", dtype=tasks[0].tensors[0].dtype)
-        return list(output.split([task.tokens for task in tasks]))
+        outputs = self._operate(tasks[0].key, inputs)
+        tokens, dtype = [task.tokens for task in tasks], tasks[0].tensors[0].dtype
+        rows = [output.to(device="cpu", dtype=dtype).split(tokens) for output in outputs]
+        return [list(parts) for parts in zip(*rows, strict=True)]
+
+    def _operate(self, key: Key, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if key.op == "segment":
+            return segment.run(self._base, cast("tuple[Step, ...]", key.steps), key.outputs, inputs)
+        return [self._base.run(key.op, key.modules, inputs)]
 
     def _load(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self._base.device, dtype=self._base.dtype)

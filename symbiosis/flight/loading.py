@@ -19,7 +19,6 @@ from symbiosis.config import ServerOptions
 from symbiosis.errors import ConfigError
 from symbiosis.flight import protocol
 from symbiosis.flight.base_model import BaseModel
-from symbiosis.flight.demo_model import demo_model_path
 
 logger = logging.getLogger(__name__)
 DEMO = "demo"
@@ -32,7 +31,7 @@ def load_base(options: ServerOptions) -> BaseModel:
         ConfigError: no such model, an architecture that transformers does not know, no such device.
         MissingExtraError: the demo model's wheel is not installed.
     """
-    source = str(demo_model_path(options.cache_dir)) if options.model == DEMO else options.model
+    source = _source(options)
     if options.threads:
         torch.set_num_threads(options.threads)
     device = _device(options.device)
@@ -55,6 +54,14 @@ def load_base(options: ServerOptions) -> BaseModel:
     )
     cache.save(base.hashes)
     return base
+
+
+def _source(options: ServerOptions) -> str:
+    if options.model != DEMO:
+        return options.model
+    from symbiosis.flight.demo_model import demo_model_path  # its conversion is needed for this model only
+
+    return str(demo_model_path(options.cache_dir))
 
 
 def _where(options: ServerOptions) -> dict[str, Any]:

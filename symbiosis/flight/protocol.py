@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 import pyarrow as pa
@@ -20,9 +20,11 @@ from symbiosis.errors import InvalidInputError, ProtocolError
 
 VERSION = 1
 MAX_HEADER_BYTES = 65_536
+MAX_MANIFEST_BYTES = 64 << 20
 MAX_MODULES_PER_CALL = 16
 MAX_NAME_CHARS = 512
 MAX_TENSORS = 4
+MAX_STEPS = 32
 MAX_MESSAGE_BYTES = 1 << 30  # hard ceiling: gRPC stops at 2 GiB
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 MAX_DEADLINE_MS = 3_600_000
@@ -48,7 +50,7 @@ STORED_TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in STORED_DTYPE
 FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
-Op = Literal["forward", "grad_input"]
+Op = Literal["forward", "grad_input", "segment"]
 CallId = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Dim = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Shape = Annotated[list[Dim], Meta(min_length=1, max_length=2)]
@@ -58,7 +60,7 @@ class Header(Struct, frozen=True, tag_field="type", tag=str.lower, forbid_unknow
     """Base of all headers: a MessagePack map told apart by `type`."""
 
 
-class TensorSpec(Struct, frozen=True):
+class TensorSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Dtype tag and shape of one tensor in a body."""
 
     dtype: Literal["F32", "F16", "BF16"]
@@ -80,14 +82,25 @@ class Open(Header, frozen=True, tag="open"):
     client: Annotated[str, Meta(max_length=64)] = ""
 
 
+class Step(Struct, frozen=True, array_like=True):
+    """One step of a segment (section 4): what to do, with which modules, to which values."""
+
+    do: Literal["linears", "bias", "call", "add", "scale"]
+    modules: Annotated[tuple[Name, ...], Meta(max_length=MAX_MODULES_PER_CALL)]
+    args: Annotated[tuple[int, ...], Meta(min_length=1, max_length=2)]
+    factor: float = 1.0
+
+
 class Request(Header, frozen=True, tag="request"):
     """One call: an op on one or more modules that share their input."""
 
     id: CallId
     op: Op
-    modules: Annotated[list[Name], Meta(min_length=1, max_length=MAX_MODULES_PER_CALL)]
+    modules: Annotated[list[Name], Meta(max_length=MAX_MODULES_PER_CALL)]
     tensors: Annotated[list[TensorSpec], Meta(min_length=1, max_length=MAX_TENSORS)]
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)]
+    steps: Annotated[tuple[Step, ...], Meta(max_length=MAX_STEPS)] = ()
+    outputs: Annotated[tuple[int, ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
 class Reply(Header, frozen=True, tag="reply"):
@@ -117,19 +130,20 @@ class Hello(Header, frozen=True, tag="hello"):
     protocol: int
 
 
-class ModuleInfo(Struct, frozen=True):
-    """One servable module. `hashes` maps a dtype tag to the SHA-256 of the weights (section 7)."""
+class ModuleInfo(Struct, frozen=True, forbid_unknown_fields=True):
+    """One servable module. `hashes` maps a dtype tag to the SHA-256 of the weights (section 7), `bias` likewise."""
 
     name: str
-    kind: Literal["linear", "conv1d", "block"]
+    kind: Literal["linear", "conv1d", "block", "norm"]
     d_in: int
     d_out: int
     parameters: int
     tied: bool
     hashes: dict[str, str]
+    bias: dict[str, str] = {}
 
 
-class ParameterInfo(Struct, frozen=True):
+class ParameterInfo(Struct, frozen=True, forbid_unknown_fields=True):
     """One parameter or buffer that a client may hold."""
 
     name: str
@@ -216,24 +230,30 @@ def decode_header(data: Any, kind: Any) -> Any:
         ProtocolError: too long, not MessagePack, or not a header of that type.
     """
     view = memoryview(data) if data is not None else memoryview(b"")
-    if view.nbytes > MAX_HEADER_BYTES and kind is not Manifest:
-        raise ProtocolError(f"header of {view.nbytes:,} bytes exceeds the limit of {MAX_HEADER_BYTES:,}")
+    if view.nbytes > MAX_HEADER_BYTES and view.nbytes > (limit := _max_bytes(kind)):
+        raise ProtocolError(f"header of {view.nbytes:,} bytes exceeds the limit of {limit:,}")
     try:
         decoder = _decoders.get(kind)
         return decoder.decode(view) if decoder else msgspec.msgpack.decode(view, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", str(kind))
         raise ProtocolError(f"header is not a valid {name} (docs/protocol.md section 3): {error}") from None
+
+
+def _max_bytes(kind: Any) -> int:
+    # A manifest lists every module: 500 bytes each, so 200 of them are more than another header may have.
+    return MAX_MANIFEST_BYTES if Manifest in (kind, *get_args(kind)) else MAX_HEADER_BYTES
 
 
 def peek_id(data: Any) -> int:
     """The call id of a header that may otherwise be invalid; 0 if not even that can be read."""
     try:
-        fields = msgspec.msgpack.decode(data)
+        view = memoryview(data)
+        fields = msgspec.msgpack.decode(view) if view.nbytes <= MAX_HEADER_BYTES else {}
         call_id = fields.get("id")
-    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError, TypeError):
         return 0
-    return call_id if isinstance(call_id, int) and 0 < call_id < 1 << 63 else 0
+    return call_id if type(call_id) is int and 0 < call_id < 1 << 63 else 0  # a bool is an int, too
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -293,16 +313,21 @@ def body_of(batch: pa.RecordBatch | None) -> pa.Buffer:
     """The body of a received message.
 
     Raises:
-        ProtocolError: no record batch, another schema, or nulls.
+        ProtocolError: no record batch, another schema, nulls, or fewer bytes than the batch says.
     """
     if batch is None:
         raise ProtocolError("message has no record batch; expected the schema {data: uint8}")
-    if batch.num_columns != 1 or batch.schema.field(0).type != pa.uint8():
-        raise ProtocolError(f"record batch has the schema {batch.schema}; expected {{data: uint8}}")
+    if batch.schema != SCHEMA:
+        fields = ", ".join(f"{field.name}: {field.type}" for field in batch.schema)
+        raise ProtocolError(f"record batch has the schema {{{fields}}}; expected {{data: uint8}}")
     column = batch.column(0)
-    if column.null_count:
-        raise ProtocolError(f"record batch has {column.null_count} nulls; expected none")
-    data = column.buffers()[1]
+    # Arrow takes lengths as the peer wrote them: nothing is counted or read before they are checked.
+    validity, data = column.buffers()
+    if validity is not None:
+        raise ProtocolError("record batch has nulls; expected none")
+    held_bytes = data.size if data is not None else 0
+    if column.offset + len(column) > held_bytes:
+        raise ProtocolError(f"record batch says {len(column):,} bytes and holds {held_bytes:,}")
     return data.slice(column.offset, len(column)) if data is not None else pa.py_buffer(b"")
 
 

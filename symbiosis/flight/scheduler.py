@@ -1,7 +1,7 @@
 """Which requests are computed together, and when: Task, Batch, Scheduler.
 
-One rule: policy only. No tensors are touched and no clock is read but the one passed in, so every
-decision can be tested without a model or a thread. The unit of batching is one key: the same
+One rule: policy only. No tensors are touched and no clock is read but the one given, so every decision
+can be tested without a model or a thread. The unit of batching is one key: the same
 modules, op and dtype, whoever asks and in whatever phase they are.
 """
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from symbiosis.errors import MessageTooLargeError, ServerBusyError
+from symbiosis.flight.rendezvous import Rendezvous
 
 RETRY_AFTER_S = 0.2
 _order = itertools.count()
@@ -27,13 +29,16 @@ class Key(NamedTuple):
     op: str
     modules: tuple[str, ...]
     dtype: str
+    steps: tuple[Hashable, ...] = ()
+    outputs: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
 class Task:
     """One request, decoded and checked, and the future of its result.
 
-    `deadline_s` is a reading of the scheduler's clock; `client` names whose turn it is.
+    `deadline_s` is a reading of the scheduler's clock; `client` names whose turn it is; `held_s` is how
+    long it waited while the device was free.
     """
 
     key: Key
@@ -43,6 +48,8 @@ class Task:
     client: str = ""
     enqueued_s: float = 0.0
     deadline_s: float = float("inf")
+    busy_mark_s: float = 0.0
+    held_s: float = 0.0
     order: int = field(default_factory=lambda: next(_order))
     result: Future[Any] = field(default_factory=Future)
 
@@ -72,16 +79,28 @@ def form_batch(queue: Iterable[Task], max_tokens: int) -> tuple[Task, ...]:
 
 
 class Scheduler:
-    """Queues by key; hands out the batch whose oldest task has waited longest.
+    """Queues by key; hands out the batch whose oldest task has waited longest, unless waiting pays.
 
     Args:
         max_batch_tokens: most tokens computed together; one larger request still runs alone.
         max_queue_bytes: most bytes of input waiting; more is refused with ServerBusyError.
+        max_wait_s: longest time that a task is held for another client (see `rendezvous`).
+        clock: seconds, on the scale of `Task.enqueued_s`.
     """
 
-    def __init__(self, *, max_batch_tokens: int = 8192, max_queue_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        *,
+        max_batch_tokens: int = 8192,
+        max_queue_bytes: int = 1 << 30,
+        max_wait_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.max_batch_tokens = max_batch_tokens
         self.max_queue_bytes = max_queue_bytes
+        self._clock = clock
+        self._rendezvous = Rendezvous(max_wait_s)
+        self._busy_s = 0.0  # how long the device computed, in all
         self._queues: dict[Key, deque[Task]] = {}
         self._queued_bytes = 0
         self._changed = threading.Condition()
@@ -98,6 +117,8 @@ class Scheduler:
             self._admit(task)
             self._queues.setdefault(task.key, deque()).append(task)
             self._queued_bytes += task.nbytes
+            task.busy_mark_s = self._busy_s
+            self._rendezvous.arrived(task.client, task.key, task.tokens, task.enqueued_s)
             self._changed.notify()
 
     def next_batch(self, timeout_s: float | None = None) -> Batch | None:
@@ -106,8 +127,26 @@ class Scheduler:
             self._changed.wait_for(lambda: self._queues or self._closed, timeout_s)
             if not self._queues:
                 return None
-            key = min(self._queues, key=lambda k: self._queues[k][0].order)
-            return self._take(key)
+            return self._take(self._choose())
+
+    def done(self, batch: Batch, compute_s: float) -> None:
+        """Tell how long a batch took; being held is paid from what sharing saves."""
+        with self._changed:
+            self._busy_s += compute_s
+            self._rendezvous.ran(batch.key, {task.client: task.held_s for task in batch.tasks}, compute_s)
+
+    def _choose(self) -> Key:
+        """The key to run next, once it is worth running."""
+        while True:
+            now_s = self._clock()
+            waiting = {key: {task.client for task in self._queues[key]} for key in self._ordered()}
+            key, wait_s = self._rendezvous.choose(waiting, self._queues[next(iter(waiting))][0].enqueued_s, now_s)
+            if wait_s <= 0 or self._closed:
+                return key
+            self._changed.wait(wait_s)
+
+    def _ordered(self) -> list[Key]:
+        return sorted(self._queues, key=lambda key: self._queues[key][0].order)
 
     def close(self) -> None:
         """Refuse new tasks; what is queued is still handed out."""
@@ -137,9 +176,11 @@ class Scheduler:
     def _take(self, key: Key) -> Batch:
         queue = self._queues[key]
         tasks = form_batch(queue, self.max_batch_tokens)
+        now_s = self._clock()
         for task in tasks:
             queue.popleft()
             self._queued_bytes -= task.nbytes
+            task.held_s = max(0.0, now_s - task.enqueued_s - (self._busy_s - task.busy_mark_s))
         if not queue:
             del self._queues[key]
         return Batch(key, tasks)

@@ -53,7 +53,11 @@ class Server:
         self.options = options
         self._started_s = time.monotonic()
         self._counters = _Counters()
-        self._scheduler = Scheduler(max_batch_tokens=options.max_batch_tokens, max_queue_bytes=options.max_queue_bytes)
+        self._scheduler = Scheduler(
+            max_batch_tokens=options.max_batch_tokens,
+            max_queue_bytes=options.max_queue_bytes,
+            max_wait_s=options.max_wait_us / 1e6,
+        )
         self._executor = Executor(base, self._scheduler, self._counters.observe)
         self._draining = False
         self._manifest = self._describe()

@@ -25,10 +25,10 @@ from symbiosis.errors import (
     RemoteComputeError,
     SymbiosisError,
 )
-from symbiosis.flight import protocol
+from symbiosis.flight import protocol, segment
 from symbiosis.flight.base_model import BaseModel
 from symbiosis.flight.executor import Result
-from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request, Ticket
+from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request, TensorSpec, Ticket
 from symbiosis.flight.scheduler import Key, Scheduler, Task
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,20 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
     def do_get(self, context: Any, ticket: Any) -> fl.FlightDataStream:
         return fl.GeneratorStream(protocol.SCHEMA, self._chunks(ticket.ticket))
 
+    # What this service does not offer. The defaults of pyarrow answer with a traceback of this process.
+
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        raise _not_offered("DoPut")
+
+    def get_flight_info(self, context: Any, descriptor: Any) -> Any:
+        raise _not_offered("GetFlightInfo")
+
+    def list_flights(self, context: Any, criteria: Any) -> Any:
+        raise _not_offered("ListFlights")
+
+    def get_schema(self, context: Any, descriptor: Any) -> fl.SchemaResult:
+        return fl.SchemaResult(protocol.SCHEMA)  # an exception, even a Flight one, would carry a traceback here
+
     # --- one call ---------------------------------------------------------------------------------
 
     def _open(self, descriptor: Any) -> tuple[SymbiosisError | None, str]:
@@ -117,9 +131,9 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
 
     def _answer(self, chunk: Any, client: str, refusal: SymbiosisError | None) -> Message:
         received_s = time.perf_counter()
+        if refusal is not None:  # not raised: each raise would add this frame, and so the message, to its traceback
+            return self._error(chunk, refusal)
         try:
-            if refusal is not None:
-                raise refusal
             return self._call(chunk, client, received_s)
         except SymbiosisError as error:
             return self._error(chunk, error)
@@ -132,10 +146,10 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         task = self._task(request, chunk.data, client, received_s)
         self._scheduler.submit(task)
         result = _wait(task, request)
-        body = protocol.encode_body([result.output])
+        body = protocol.encode_body(result.outputs)
         reply = Reply(
             id=request.id,
-            tensors=[protocol.spec_of(result.output)],
+            tensors=[protocol.spec_of(output) for output in result.outputs],
             queue_us=int(result.queue_s * 1e6),
             compute_us=int(result.compute_s * 1e6),
             server_us=int((time.perf_counter() - received_s) * 1e6),
@@ -149,13 +163,10 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         shapes = [spec.shape for spec in specs]
         if any(spec.dtype != specs[0].dtype for spec in specs) or any(len(shape) != 2 for shape in shapes):
             raise ProtocolError(f"tensors {specs} of one request must all have one dtype and two dimensions")
-        widths = self._base.check(request.op, request.modules, shapes)
-        self._check_size(
-            shapes[0][0], widths, protocol.DTYPES[specs[0].dtype].itemsize, protocol.body_offsets(specs)[1]
-        )
+        self._check_size(specs, self._check(request, shapes))
         tensors = protocol.decode_body(batch, specs)
         return Task(
-            key=Key(request.op, tuple(request.modules), specs[0].dtype),
+            key=Key(request.op, tuple(request.modules), specs[0].dtype, request.steps, request.outputs),
             tokens=shapes[0][0],
             nbytes=batch.nbytes,
             tensors=tensors,
@@ -164,13 +175,23 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             deadline_s=received_s + request.deadline_ms / 1e3,
         )
 
-    def _check_size(self, tokens: int, widths: tuple[int, int], itemsize: int, request_bytes: int) -> None:
-        reply_bytes = tokens * widths[1] * itemsize
+    def _check(self, request: Request, shapes: list[list[int]]) -> int:
+        """Check a request against the model; the width of its reply."""
+        if request.op == "segment":
+            return segment.check(self._base, request.steps, request.outputs, shapes)
+        if request.steps or request.outputs or not request.modules:
+            raise ProtocolError(f"{request.op} takes modules, and neither steps nor outputs")
+        return self._base.check(request.op, request.modules, shapes)[1]
+
+    def _check_size(self, specs: list[TensorSpec], width: int) -> None:
+        tokens, itemsize = specs[0].shape[0], protocol.DTYPES[specs[0].dtype].itemsize
+        request_bytes, reply_bytes = protocol.body_offsets(specs)[1], tokens * width * itemsize
         if max(request_bytes, reply_bytes) > self._max_message_bytes:
-            per_token = max(request_bytes // max(1, tokens), widths[1] * itemsize)
+            token_bytes = max(sum(spec.shape[1] for spec in specs), width) * itemsize
+            usable_bytes = self._max_message_bytes - protocol.ALIGNMENT_BYTES * (len(specs) - 1)
             raise MessageTooLargeError(
                 f"{tokens:,} tokens make a request of {request_bytes:,} and a reply of {reply_bytes:,} bytes; the "
-                f"limit is {self._max_message_bytes:,}, so send at most {self._max_message_bytes // per_token:,} tokens"
+                f"limit is {self._max_message_bytes:,}, so send at most {usable_bytes // token_bytes:,} tokens"
             )
 
     def _error(self, chunk: Any, error: SymbiosisError) -> Message:
@@ -229,9 +250,15 @@ def _wait(task: Task, request: Request) -> Result:
     try:
         result: Result = task.result.result(timeout=request.deadline_ms / 1e3 + 1.0)
         return result
+    except DeadlineExceededError:  # the executor's: it says more, and is a TimeoutError too
+        raise
     except FutureTimeoutError:
         task.result.cancel()
         raise DeadlineExceededError(f"call {request.id} was not computed within {request.deadline_ms} ms") from None
+
+
+def _not_offered(method: str) -> fl.FlightServerError:
+    return fl.FlightServerError(f"{method} is not part of the protocol (docs/protocol.md): use DoExchange")
 
 
 def _version_error(theirs: int) -> ProtocolVersionError:

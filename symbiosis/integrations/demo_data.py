@@ -109,6 +109,11 @@ def encode_all(pairs: Sequence[Pair], tokenizer: Any, max_tokens: int) -> list[E
     return [example for example in examples if len(example.input_ids) <= max_tokens]
 
 
+def sample(examples: Sequence[Example], count: int, seed: int = 0) -> list[Example]:
+    """`count` of the examples, or all where there are fewer; the corpus is sorted by subject, so never the first."""
+    return random.Random(seed).sample(examples, min(count, len(examples)))
+
+
 def pad(examples: Sequence[Example], pad_token_id: int) -> dict[str, torch.Tensor]:
     """One batch padded on the right: `input_ids`, `attention_mask` and `labels`, each [B, T]."""
     import torch

@@ -68,9 +68,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
 # --------------------------------------------------------------------------------------------- flags
 
 
-@pytest.mark.parametrize(
-    "argv", [["demo", "--port", "0"], ["--port=0", "demo"], ["--model", "demo", "--port=0"]]
-)
+@pytest.mark.parametrize("argv", [["demo", "--port", "0"], ["--port=0", "demo"], ["--model", "demo", "--port=0"]])
 def test_the_model_may_be_given_with_or_without_its_flag(argv: list[str]) -> None:
     assert load_server_options(argv) == ServerOptions(model="demo", port=0)
 

@@ -1,0 +1,173 @@
+"""RemoteBlock: a whole frozen sub-module (an MLP, a mixture of experts) in one call.
+
+One rule: the block is computed whole only while nothing of the client's is inside. An adapter, a hook, a
+module put in by hand, a trained or changed parameter, or active dropout, added at any time, sends the
+call through the module's own forward, and so through its remote linears.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from symbiosis.adapters import base_modules, is_wrapper
+from symbiosis.errors import UnsupportedMethodError
+from symbiosis.flight.protocol import Step
+from symbiosis.hollow import HollowWeight, keep_out_of_checkpoints
+from symbiosis.lazy import defer, deferring, fits, value_of
+from symbiosis.sharing import Remote, SharedInputs, owned
+
+
+class _Block(torch.autograd.Function):
+    """A whole frozen sub-module; its backward sends the input again and the server recomputes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, remote: Remote, name: str) -> torch.Tensor:
+        ctx.remote, ctx.name = remote, name
+        ctx.save_for_backward(x)
+        y = remote.call("forward", [name], [x.reshape(-1, x.shape[-1])])  # [..., d_in] -> [N, d_out]
+        return owned(y, (*x.shape[:-1], y.shape[1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        (x,) = ctx.saved_tensors
+        flat = [x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])]
+        return ctx.remote.call("grad_input", [ctx.name], flat).view(x.shape), None, None
+
+
+class RemoteBlock:
+    """Replaces the `forward` of a frozen sub-module on its instance; names and types stay.
+
+    Args:
+        name: the block's name on the server.
+        shared: what computes it, and whether results may be deferred.
+        module: the sub-module, whose linears are remote layers already.
+        width: last dimension of its output.
+        lazy_only: compute it whole only when deferred; with gradients its linears cost less.
+        required: the block has no other way (experts that are not linears); its weights become hollow.
+        keep: keep those weights, so that `restore` can put them back.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shared: SharedInputs,
+        module: nn.Module,
+        width: int,
+        *,
+        required: bool,
+        lazy_only: bool = False,
+        keep: bool = False,
+    ) -> None:
+        self.name = name
+        self.lazy = shared.lazy
+        self.lazy_only = lazy_only
+        self._width = width
+        self.required = required
+        self._remote = shared.remote
+        self._deferrals = shared.deferrals
+        self._module = module
+        self._own_forward = type(module).forward
+        self._kept: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._structure = _structure(module)
+        self._values: dict[str, torch.Tensor] = {}
+        if required:
+            self._hollow_out(keep)
+        self.remember()
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reason = self.reason_against() if not (args or kwargs) else "it was called with more than its input"
+        if reason and self.required:
+            raise UnsupportedMethodError(
+                f"block {self.name} is computed whole on the server, but {reason}; remove that, or use "
+                "wrap(local=[...]) to keep the block here"
+            )
+        if reason:
+            return self._own_forward(self._module, x, *args, **kwargs)
+        if self.lazy and deferring() and not self._module.training and not x.is_inference() and fits(x):
+            return defer(self._deferrals, Step("call", (self.name,), ()), x, self._width, looked_at=self._be_eager)
+        if self.lazy_only and not self.required:
+            return self._own_forward(self._module, x, *args, **kwargs)
+        x = value_of(x)
+        device_type = x.device.type
+        if torch.is_autocast_enabled(device_type):
+            x = x.to(torch.get_autocast_dtype(device_type))
+        return _Block.apply(x, self._remote, self.name)  # type: ignore[no-untyped-call]
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def _be_eager(self) -> None:
+        self.lazy = False
+
+    def reason_against(self) -> str:
+        """Why the block cannot be computed whole just now; empty if it can."""
+        for name, module in self._module.named_modules():
+            if name and _has_hooks(module):
+                return f"{name} has hooks"
+            if module.training and _drops(module):
+                return f"{name or 'it'} has active dropout"
+            if is_wrapper(module):
+                return f"{name} has an adapter"
+        if _structure(self._module) != self._structure:
+            return "its modules are not those that were there when it was wrapped"
+        return self._changed_parameter()
+
+    def remember(self) -> None:
+        """Take the values of the parameters that the client holds (biases) for those of the server."""
+        self._values = {name: p.detach().clone() for name, p in self._held() if p.device.type != "meta"}
+
+    def restore(self) -> None:
+        """Undo all that was done to the module."""
+        del self._module.forward
+        for module, key, parameter in self._kept:
+            module._parameters[key] = parameter
+
+    def _held(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self._module.named_parameters() if not isinstance(p, HollowWeight)]
+
+    def _changed_parameter(self) -> str:
+        for name, parameter in self._held():
+            if parameter.requires_grad and torch.is_grad_enabled():
+                return f"{name} may be trained here"
+            value = self._values.get(name)
+            if value is None or not torch.equal(value.to(parameter), parameter):
+                return f"{name} has another value than on the server"
+        return ""
+
+    def _hollow_out(self, keep: bool) -> None:
+        for path, child in base_modules(self._module):
+            matrices = {k: p for k, p in child._parameters.items() if p is not None and p.dim() >= 2}
+            for key, parameter in matrices.items():
+                if isinstance(parameter, HollowWeight):
+                    continue
+                if keep:
+                    self._kept.append((child, key, parameter))
+                name = ".".join(filter(None, (self.name, path, key)))
+                child._parameters[key] = HollowWeight(parameter.shape, parameter.dtype, "cpu", name)
+            if matrices:
+                keep_out_of_checkpoints(child)
+
+
+def _structure(module: nn.Module) -> list[tuple[str, str]]:
+    return [(name, type(child).__name__) for name, child in module.named_modules()]
+
+
+def _drops(module: nn.Module) -> bool:
+    """Dropout as a module, or as a rate that the module hands to F.dropout."""
+    return any("drop" in key and isinstance(rate, float) and rate > 0 for key, rate in _rates(module))
+
+
+def _rates(module: nn.Module) -> list[tuple[str, object]]:
+    return [("dropout", module.p)] if isinstance(module, nn.modules.dropout._DropoutNd) else list(vars(module).items())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

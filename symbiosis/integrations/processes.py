@@ -1,0 +1,152 @@
+"""Child processes that never outlive the command that started them.
+
+One rule: leaving the `Children` block, by whatever way, ends every child: asked first, then killed. What a child
+writes to standard error goes to a log file, and the end of that file is in the error if the child fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO
+
+from symbiosis.errors import DeadlineExceededError, SymbiosisError, from_wire
+
+GRACE_S = 5.0  # between the request to end and the kill
+LOG_LINES = 15  # of a failed child, in the error
+ERROR_LINE = re.compile(r"^error \[([A-Z_]+)\]: (.*)$", re.MULTILINE)  # as our server prints its own
+
+
+class Child:
+    """One running module of ours, `python -m MODULE ARGS...`."""
+
+    def __init__(self, name: str, words: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=dict(environ),
+                text=True,
+            )
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._process.poll()
+
+    def follow(self, on_line: Callable[[str], None]) -> threading.Thread:
+        """Hand each line of standard output to `on_line`, in a thread that ends with the output."""
+        thread = threading.Thread(target=self._read, args=(self._process.stdout, on_line), daemon=True)
+        thread.start()
+        return thread
+
+    def failure(self) -> SymbiosisError:
+        """Why it ended, out of its log."""
+        text = self.log.read_text(errors="replace")
+        if found := ERROR_LINE.findall(text):
+            return from_wire(found[0][0], "\n".join(message for _, message in found))
+        lines = [line for line in text.splitlines() if line.strip() and "\r" not in line][-LOG_LINES:]
+        return SymbiosisError(
+            f"{self.name} ended with exit code {self.code}; the end of its log {self.log}:\n"
+            + "\n".join(f"    {line}" for line in lines)
+        )
+
+    def ask_to_end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def end(self, deadline_s: float) -> None:
+        """Wait until `deadline_s` of the monotonic clock, then kill."""
+        try:
+            self._process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @staticmethod
+    def _read(stream: IO[str], on_line: Callable[[str], None]) -> None:
+        for line in stream:
+            on_line(line)
+
+
+class Children:
+    """All children of one command, as a context manager."""
+
+    def __init__(self, logs: Path, environ: Mapping[str, str]) -> None:
+        self._logs = logs
+        self._environ = environ
+        self._all: list[Child] = []
+
+    def start(self, name: str, *words: str) -> Child:
+        child = Child(name, words, self._logs / f"{name}.log", self._environ)
+        self._all.append(child)
+        return child
+
+    def end(self) -> None:
+        """End all that still run."""
+        for child in self._all:
+            child.ask_to_end()
+        deadline_s = time.monotonic() + GRACE_S
+        while self._all:
+            self._all[-1].end(deadline_s)
+            self._all.pop()  # only now: a Ctrl-C while we wait must not make us forget it
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.end()
+        except KeyboardInterrupt:  # a second Ctrl-C: no more patience, but still nobody left behind
+            for child in self._all:
+                child.end(0.0)
+            raise
+
+
+def wait_for_file(path: Path, writer: Child, timeout_s: float, tick: Callable[[], None]) -> str:
+    """The content of a file that a child is about to write; `tick` is called while it is not there.
+
+    Raises:
+        SymbiosisError: the child ended instead, for the reason in its log.
+        DeadlineExceededError: nothing came in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not path.exists():
+        if writer.code is not None:
+            raise writer.failure()
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceededError(
+                f"{writer.name} was not ready within {timeout_s:.0f} s; its log is {writer.log}"
+            )
+        tick()
+        time.sleep(0.1)
+    return path.read_text()
+
+
+@contextlib.contextmanager
+def signals_as_interrupts() -> Iterator[None]:
+    """SIGTERM and SIGHUP end this process as Ctrl-C does: through every `finally`."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,515 @@
+"""Each way to break docs/protocol.md that we know of, against a real server.
+
+FRAMES is the list of attacks: a header and a body that no client of ours would send, the code that must answer
+it, and why it fails. After each one, an honest call on the same stream gives the right result.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import pyarrow as pa
+import pyarrow.flight as fl
+import pytest
+import torch
+
+from symbiosis.errors import SymbiosisError
+from symbiosis.flight import protocol
+from symbiosis.flight.base_model import BaseModel
+from symbiosis.flight.server import Server
+
+Q = "model.layers.0.self_attn.q_proj"  # 32 -> 48
+K = "model.layers.0.self_attn.k_proj"  # 32 -> 24
+O = "model.layers.0.self_attn.o_proj"  # 48 -> 32  # noqa: E741
+MLP = "model.layers.0.mlp"  # block, 32 -> 32
+D_IN, D_OUT = 32, 48
+LIMIT_BYTES = 64 * 1024
+EMPTY = protocol.batch_of(pa.py_buffer(b""))
+
+
+class Attack(NamedTuple):
+    why: str
+    code: str
+    header: Any
+    body: pa.RecordBatch | None
+    says: str = ""
+    id: int = 9
+
+
+def request(**changes: Any) -> dict[str, Any]:
+    """A valid header of `forward` on Q with two tokens, and what is wrong with it."""
+    fields = {
+        "type": "request",
+        "id": 9,
+        "op": "forward",
+        "modules": [Q],
+        "tensors": [{"dtype": "F32", "shape": [2, D_IN]}],
+        "deadline_ms": 10_000,
+    }
+    return {**fields, **changes}
+
+
+def tensor(dtype: str, *shape: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape)}
+
+
+def body(size: int = 2 * D_IN * 4) -> pa.RecordBatch:
+    return protocol.batch_of(pa.py_buffer(bytes(size)))
+
+
+def lying_body(said: int, held: int) -> pa.RecordBatch:
+    """A body that says it is longer than the memory that travels with it."""
+    memory = pa.allocate_buffer(said, resizable=True)
+    batch = protocol.batch_of(memory)
+    memory.resize(held)
+    return batch
+
+
+def encoded(**changes: Any) -> bytes:
+    return msgspec.msgpack.encode(request(**changes))
+
+
+DEEP = b"\x91" * 60_000 + b"\xc0"
+LONG = "model.layers.0.mlp.down_proj" * 4000
+
+FRAMES = {
+    # --- the frame
+    "no_body": Attack("metadata only", "PROTOCOL", request(), None, "no record batch"),
+    "no_header": Attack("an empty header", "PROTOCOL", b"", body(), "not a valid Request", 0),
+    "random_header": Attack("not MessagePack", "PROTOCOL", b"\xc1\xff\x00garbage", body(), "not a valid Request", 0),
+    "random_header_and_no_body": Attack("not even that", "PROTOCOL", b"\xc1", None, "not a valid Request", 0),
+    "cut_off": Attack("header ends early", "PROTOCOL", encoded()[:-2], body(), "not a valid Request", 0),
+    "deep": Attack("recursion: 60,000 lists", "PROTOCOL", DEEP, body(), "not a valid Request", 0),
+    "deep_id": Attack(
+        "recursion behind the id", "PROTOCOL", b"\x82\xa4type\xa7request\xa2id" + DEEP, body(), "not a valid", 0
+    ),
+    "deep_tensor": Attack(
+        "recursion in a field that is skipped",
+        "PROTOCOL",
+        encoded(tensors=[{"dtype": "F32", "shape": [2, D_IN], "x": "Q"}]).replace(b"\xa1Q", DEEP),
+        body(),
+        "not a valid Request",
+        0,
+    ),
+    "huge_header": Attack(
+        "memory before any check", "PROTOCOL", request(modules=[LONG]), body(), "exceeds the limit of 65,536", 0
+    ),
+    "4_billion_names": Attack(
+        "a length of 32 bits, and nothing behind it",
+        "PROTOCOL",
+        encoded(modules="Q").replace(b"\xa1Q", b"\xdd\xff\xff\xff\xff"),
+        body(),
+        "not a valid Request",
+        0,
+    ),
+    "bad_utf8": Attack(
+        "text that is not UTF-8", "PROTOCOL", encoded().replace(b"q_proj", b"q_\xff\xfeoj"), body(), "not a valid", 0
+    ),
+    "other_type": Attack(
+        "a reply to the server", "PROTOCOL", {"type": "reply", "id": 9, "tensors": []}, EMPTY, "not a valid Request"
+    ),
+    "open_in_the_stream": Attack("an open, twice", "PROTOCOL", {"type": "open", "protocol": 1}, EMPTY, "", 0),
+    "unknown_field": Attack("a field of the future", "PROTOCOL", request(shard=1), body(), "shard"),
+    # --- id, op, deadline
+    "id_0": Attack("id of nobody", "PROTOCOL", request(id=0), body(), "id", 0),
+    "id_negative": Attack("id below zero", "PROTOCOL", request(id=-4), body(), "id", 0),
+    "id_text": Attack("id as text", "PROTOCOL", request(id="9"), body(), "id", 0),
+    "id_bool": Attack("id as bool", "PROTOCOL", request(id=True), body(), "id", 0),
+    "id_64_bits": Attack("id that fits no int64", "PROTOCOL", request(id=1 << 63), body(), "id", 0),
+    "unknown_op": Attack("an op that would show weights", "PROTOCOL", request(op="grad_weight"), body(), "op"),
+    "deadline_0": Attack("already late", "PROTOCOL", request(deadline_ms=0), body(), "deadline_ms"),
+    "deadline_huge": Attack("waits for years", "PROTOCOL", request(deadline_ms=1 << 62), body(), "deadline_ms"),
+    # --- modules
+    "unknown_module": Attack("a name that is not served", "UNKNOWN_MODULE", request(modules=["model.nope"]), body()),
+    "attribute": Attack("a path into Python", "UNKNOWN_MODULE", request(modules=["__class__.__init__"]), body()),
+    "embedding": Attack(
+        "a module that is the client's", "UNKNOWN_MODULE", request(modules=["model.embed_tokens"]), body()
+    ),
+    "no_modules": Attack("nothing to do", "PROTOCOL", request(modules=[]), body(), "modules"),
+    "17_modules": Attack("more than share an input", "PROTOCOL", request(modules=[Q] * 17), body(), "modules"),
+    "module_twice": Attack("work multiplied", "INVALID_INPUT", request(modules=[Q, Q]), body(), "named twice"),
+    "widths_differ": Attack("inputs of 32 and 48", "INVALID_INPUT", request(modules=[Q, O]), body(), "cannot share"),
+    "block_in_company": Attack("a block is alone", "INVALID_INPUT", request(modules=[MLP, Q]), body(), "cannot share"),
+    # --- tensors
+    "wrong_width": Attack(
+        "one too wide", "INVALID_INPUT", request(tensors=[tensor("F32", 2, 33)]), body(264), "expected [[2, 32]]"
+    ),
+    "swapped_dims": Attack(
+        "as many bytes, another shape", "INVALID_INPUT", request(tensors=[tensor("F32", 32, 2)]), body(), "expected"
+    ),
+    "grad_width_for_forward": Attack(
+        "dy for x", "INVALID_INPUT", request(tensors=[tensor("F32", 2, D_OUT)]), body(384), "expected [[2, 32]]"
+    ),
+    "two_tensors_for_a_linear": Attack(
+        "a tensor too many", "INVALID_INPUT", request(tensors=[tensor("F32", 2, D_IN)] * 2), body(512), "expected"
+    ),
+    "one_tensor_for_a_block": Attack(
+        "a tensor too few",
+        "INVALID_INPUT",
+        request(op="grad_input", modules=[MLP]),
+        body(),
+        "expected [[2, 32], [2, 32]]",
+    ),
+    "rows_differ": Attack(
+        "x and dy of other lengths",
+        "INVALID_INPUT",
+        request(op="grad_input", modules=[MLP], tensors=[tensor("F32", 2, D_IN), tensor("F32", 3, D_IN)]),
+        body(256 + 384),
+        "expected [[2, 32], [2, 32]]",
+    ),
+    "5_tensors": Attack(
+        "more than any op has", "PROTOCOL", request(tensors=[tensor("F32", 2, 32)] * 5), body(), "tensors"
+    ),
+    "1_dimension": Attack("no tokens", "PROTOCOL", request(tensors=[tensor("F32", 64)]), body(), "two dimensions"),
+    "3_dimensions": Attack("not flattened", "PROTOCOL", request(tensors=[tensor("F32", 1, 2, 32)]), body(), "shape"),
+    "negative_dims": Attack(
+        "-2 x -32 is 64, too", "PROTOCOL", request(tensors=[tensor("F32", -2, -32)]), body(), "shape"
+    ),
+    "overflow": Attack(
+        "a product beyond 64 bits",
+        "MESSAGE_TOO_LARGE",
+        request(tensors=[tensor("F32", (1 << 31) - 1, D_IN)]),
+        body(),
+        "send at most 341 tokens",  # 64 KiB / (48 wide * 4 bytes)
+    ),
+    "dims_of_33_bits": Attack(
+        "wraps to 0 rows", "PROTOCOL", request(tensors=[tensor("F32", 1 << 32, 32)]), EMPTY, "shape"
+    ),
+    "body_too_short": Attack(
+        "reads what is not there", "PROTOCOL", request(), body(255), "255 bytes; its header describes 256"
+    ),
+    "body_too_long": Attack("two ways to find the length", "PROTOCOL", request(), body(257), "257 bytes; its header"),
+    "body_missing": Attack(
+        "nothing behind the header", "PROTOCOL", request(), EMPTY, "0 bytes; its header describes 256"
+    ),
+    "body_for_no_tokens": Attack(
+        "zero rows, but bytes", "PROTOCOL", request(tensors=[tensor("F32", 0, 32)]), body(), "describes 0"
+    ),
+    "lying_body": Attack(
+        "reads the server's memory", "PROTOCOL", request(), lying_body(256, 8), "says 256 bytes and holds 8"
+    ),
+    "dtype_without_tag": Attack("integers", "PROTOCOL", request(tensors=[tensor("I64", 2, 32)]), body(512), "dtype"),
+    "dtypes_mixed": Attack(
+        "x and dy of two dtypes",
+        "PROTOCOL",
+        request(op="grad_input", modules=[MLP], tensors=[tensor("F32", 2, 32), tensor("BF16", 2, 32)]),
+        body(256 + 128),
+        "must all have one dtype",
+    ),
+    "too_large": Attack(
+        "more than was agreed",
+        "MESSAGE_TOO_LARGE",
+        request(tensors=[tensor("F32", 500, D_IN)]),
+        body(500 * D_IN * 4),
+        "send at most 341 tokens",
+    ),
+    "reply_too_large": Attack(
+        "a small request for a large reply",
+        "MESSAGE_TOO_LARGE",
+        request(tensors=[tensor("F32", 342, D_IN)]),  # 43 KB in, 65.7 KB out
+        body(342 * D_IN * 4),
+        "send at most 341 tokens",
+    ),
+}
+
+# Frames of a stream that was begun with another schema than {data: uint8}.
+SCHEMAS = {
+    "int32": pa.record_batch({"data": pa.array([0] * 64, pa.int32())}),
+    "float32": pa.record_batch({"data": pa.array([0] * 64, pa.float32())}),
+    "other_name": pa.record_batch({"tensor": pa.array([0] * 256, pa.uint8())}),
+    "two_columns": pa.record_batch({"data": pa.array([0] * 256, pa.uint8()), "more": pa.array([0] * 256, pa.uint8())}),
+    "no_columns": pa.RecordBatch.from_arrays([], schema=pa.schema([])),
+    "nested": pa.record_batch({"data": pa.array([[0] * 4] * 64, pa.list_(pa.uint8()))}),
+    "text": pa.record_batch({"data": pa.array(["a" * 256])}),
+    "dictionary": pa.record_batch({"data": pa.array(["a", "b"]).dictionary_encode()}),
+    "nulls": pa.record_batch({"data": pa.array([0] * 255 + [None], pa.uint8())}),
+}
+
+OPENS = {
+    "nothing": (b"", "PROTOCOL"),
+    "garbage": (b"\xc1 garbage", "PROTOCOL"),
+    "deep": (DEEP, "PROTOCOL"),
+    "a_request": (encoded(), "PROTOCOL"),
+    "too_long_a_name": (protocol.encode_header(protocol.Open(protocol=1, client="c" * 65)), "PROTOCOL"),
+    "protocol_0": (protocol.encode_header(protocol.Open(protocol=0)), "PROTOCOL_VERSION"),
+    "protocol_of_the_future": (protocol.encode_header(protocol.Open(protocol=2)), "PROTOCOL_VERSION"),
+    "other_model": (protocol.encode_header(protocol.Open(protocol=1, fingerprint="f" * 64)), "MODEL_MISMATCH"),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_llama: Callable[..., Any]) -> BaseModel:
+    return BaseModel(tiny_llama())
+
+
+@pytest.fixture(scope="module")
+def server(base: BaseModel) -> Any:
+    from symbiosis.config import ServerOptions
+
+    options = ServerOptions(model="m", port=0, max_message_bytes=LIMIT_BYTES, drain_timeout_s=2.0)
+    with Server(base, options) as server:
+        yield server
+
+
+@pytest.fixture
+def honest(base: BaseModel) -> Callable[..., None]:
+    """honest(stream): a call that must give the right answer."""
+
+    def check(stream: Any) -> None:
+        x = torch.randn(3, D_IN)
+        expected = x @ base.linears[Q].weight.t()
+        # The same product by the same library; only where the memory lies may differ, and with it the rounding.
+        torch.testing.assert_close(stream.forward(Q, x), expected, rtol=1e-6, atol=1e-6)
+
+    return check
+
+
+def check_refusal(reply: dict[str, Any], code: str, call_id: int) -> None:
+    assert reply["type"] == "error", reply
+    assert reply["code"] == code, reply
+    assert reply["id"] == call_id
+    assert type(reply["id"]) is int
+    assert reply["message"]
+    check_nothing_leaks(reply["message"])
+
+
+def check_nothing_leaks(text: str) -> None:
+    assert "Traceback" not in text
+    assert ".py" not in text
+    assert 'File "' not in text
+
+
+@pytest.mark.parametrize("attack", FRAMES.values(), ids=FRAMES)
+def test_frame_is_refused_in_band(
+    attack: Attack, server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    stream = raw_stream(server.url)
+
+    reply, _ = stream.send(attack.header, attack.body)
+
+    check_refusal(reply, attack.code, attack.id)
+    assert attack.says in reply["message"]
+    honest(stream)
+
+
+def test_all_frames_on_one_stream(server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]) -> None:
+    stream = raw_stream(server.url)
+
+    for name, attack in FRAMES.items():
+        reply, _ = stream.send(attack.header, attack.body)
+        assert (name, reply.get("code")) == (name, attack.code)
+
+    honest(stream)
+
+
+@pytest.mark.parametrize("batch", SCHEMAS.values(), ids=SCHEMAS)
+def test_stream_of_another_schema_is_refused_in_band(
+    batch: pa.RecordBatch, server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    stream = raw_stream(server.url, schema=batch.schema)
+
+    for _ in range(2):
+        reply, _ = stream.send(request(), batch)
+        check_refusal(reply, "PROTOCOL", 9)
+
+    honest(raw_stream(server.url))
+
+
+@pytest.mark.parametrize(("command", "code"), OPENS.values(), ids=OPENS)
+def test_bad_open_is_answered_on_each_request(
+    command: bytes, code: str, server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    stream = raw_stream(server.url, command=command)
+
+    for call_id in (9, 10):
+        reply, _ = stream.send(request(id=call_id), body())
+        check_refusal(reply, code, call_id)
+
+    honest(raw_stream(server.url))
+
+
+def test_a_path_for_a_command_is_answered_in_band(server: Server) -> None:
+    with fl.FlightClient(server.url) as client:
+        writer, reader = client.do_exchange(fl.FlightDescriptor.for_path("model", "layers"))
+        writer.begin(protocol.SCHEMA)
+        writer.write_with_metadata(body(), encoded())
+        reply = msgspec.msgpack.decode(reader.read_chunk().app_metadata)
+        writer.close()
+
+    check_refusal(reply, "PROTOCOL", 9)
+
+
+@pytest.mark.parametrize("name", ["nope", "", "Hello", "../hello", "x" * 1000])
+def test_unknown_action_is_refused_in_band(name: str, server: Server) -> None:
+    with fl.FlightClient(server.url) as client:
+        (answer,) = client.do_action(fl.Action(name, b""))
+
+    check_refusal(msgspec.msgpack.decode(answer.body), "PROTOCOL", 0)
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        (b"", "PROTOCOL"),
+        (b"\xc1", "PROTOCOL"),
+        (DEEP, "PROTOCOL"),
+        (b"\x80" * 100_000, "PROTOCOL"),
+        (encoded(), "PROTOCOL"),
+        (msgspec.msgpack.encode({"type": "hello", "protocol": "1"}), "PROTOCOL"),
+        (msgspec.msgpack.encode({"type": "hello", "protocol": 2}), "PROTOCOL_VERSION"),
+        (msgspec.msgpack.encode({"type": "hello", "protocol": -1}), "PROTOCOL_VERSION"),
+    ],
+    ids=["nothing", "garbage", "deep", "long", "a_request", "text", "future", "negative"],
+)
+def test_bad_hello_is_refused_in_band(hello: bytes, code: str, server: Server) -> None:
+    with fl.FlightClient(server.url) as client:
+        (answer,) = client.do_action(fl.Action("hello", hello))
+
+    check_refusal(msgspec.msgpack.decode(answer.body), code, 0)
+
+
+@pytest.mark.parametrize(
+    "ticket",
+    [b"", b"\xc1", DEEP, encoded(), msgspec.msgpack.encode({"type": "ticket", "what": "weights"})],
+    ids=["nothing", "garbage", "deep", "a_request", "weights"],
+)
+def test_bad_ticket_is_refused_in_band(ticket: bytes, server: Server) -> None:
+    with fl.FlightClient(server.url) as client:
+        chunks = list(client.do_get(fl.Ticket(ticket)))
+
+    assert len(chunks) == 1
+    check_refusal(msgspec.msgpack.decode(chunks[0].app_metadata), "PROTOCOL", 0)
+
+
+NOT_OFFERED: dict[str, Callable[[fl.FlightClient], Any]] = {
+    "do_put": lambda client: client.do_put(fl.FlightDescriptor.for_command(b"x"), protocol.SCHEMA)[0].close(),
+    "get_flight_info": lambda client: client.get_flight_info(fl.FlightDescriptor.for_command(b"x")),
+    "list_flights": lambda client: list(client.list_flights()),
+}
+
+
+@pytest.mark.parametrize("call", NOT_OFFERED.values(), ids=NOT_OFFERED)
+def test_a_method_that_is_not_offered_says_so_without_a_traceback(
+    call: Callable[[fl.FlightClient], Any], server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    with (
+        fl.FlightClient(server.url) as client,
+        pytest.raises(fl.FlightError, match="not part of the protocol") as caught,
+    ):
+        call(client)
+
+    check_nothing_leaks(str(caught.value))
+    honest(raw_stream(server.url))
+
+
+def test_get_schema_tells_the_one_schema(server: Server) -> None:
+    with fl.FlightClient(server.url) as client:
+        assert client.get_schema(fl.FlightDescriptor.for_command(b"x")).schema == protocol.SCHEMA
+
+
+def test_an_empty_message_ends_only_its_own_stream(
+    server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    stream = raw_stream(server.url)
+    with pytest.raises(StopIteration):
+        stream.send(b"", None)
+
+    honest(raw_stream(server.url))
+
+
+# --- clients that vanish -------------------------------------------------------------------------------------------
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+    end_s = time.monotonic() + within_s
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return condition()
+
+
+def opened_as(client: str) -> bytes:
+    return protocol.encode_header(protocol.Open(protocol=1, client=client))
+
+
+def test_a_client_that_opens_a_stream_and_vanishes_is_forgotten(
+    server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    stream = raw_stream(server.url, command=opened_as("vanishing"))
+    honest(stream)
+    assert eventually(lambda: server.stats().clients == 1)
+
+    stream.close()
+
+    assert eventually(lambda: server.stats().clients == 0)
+    honest(raw_stream(server.url))
+
+
+def test_a_client_that_vanishes_in_the_middle_of_a_call_harms_nobody(
+    server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    for _ in range(3):
+        stream = raw_stream(server.url, command=opened_as("vanishing"))
+        stream.writer.write_with_metadata(body(), encoded())
+        stream.close()
+
+    honest(raw_stream(server.url))
+    assert eventually(lambda: server.stats().clients <= 1)
+
+
+@pytest.mark.parametrize("schema", [protocol.SCHEMA, None], ids=["begins", "does_not_even_begin"])
+def test_a_client_that_opens_and_never_writes_blocks_nobody(
+    schema: pa.Schema | None, server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    silent = [raw_stream(server.url, command=opened_as("silent"), schema=schema) for _ in range(5)]
+
+    honest(raw_stream(server.url))
+    for stream in silent:
+        stream.close()
+    assert eventually(lambda: server.stats().clients <= 1)
+
+
+def test_hostile_and_honest_clients_at_once(
+    server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    failures: list[BaseException] = []
+
+    def attack() -> None:
+        stream = raw_stream(server.url)
+        for frame in FRAMES.values():
+            stream.send(frame.header, frame.body)
+
+    def work() -> None:
+        stream = raw_stream(server.url)
+        for _ in range(20):
+            honest(stream)
+
+    def guarded(run: Callable[[], None]) -> Callable[[], None]:
+        def wrapper() -> None:
+            try:
+                run()
+            except BaseException as error:
+                failures.append(error)
+
+        return wrapper
+
+    threads = [threading.Thread(target=guarded(run)) for run in (attack, work, attack, work)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+    assert failures == []
+
+
+def test_every_code_that_answers_a_frame_is_in_the_error_tree() -> None:
+    known = {cls.code for cls in _subclasses(SymbiosisError)}
+
+    assert {attack.code for attack in FRAMES.values()} <= known
+
+
+def _subclasses(root: type) -> set[type]:
+    return {root}.union(*map(_subclasses, root.__subclasses__()))
