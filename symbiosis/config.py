@@ -106,7 +106,10 @@ class ServerOptions(Options):
         description="Most bytes of waiting requests; above it new ones are refused with a retry-after.",
     )
     max_wait_us: int = Field(
-        default=0, ge=0, le=1_000_000, description="Longest wait of a batch for more; 0 = take what is there."
+        default=200_000,
+        ge=0,
+        le=1_000_000,
+        description="Longest that a request is held for one foreseen to share its batch; 0 = never.",
     )
     drain_timeout_s: float = Field(
         default=10.0, ge=0, description="Longest time that requests under way get to finish at shutdown."

@@ -125,6 +125,9 @@ class HollowWeight(nn.Parameter):
         memo[id(self)] = copied
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return HollowWeight, (tuple(self.ds_shape), self.dtype, self.device, self.module_name)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HollowWeight(shape={tuple(self.ds_shape)}, dtype={self.dtype}, held by the server)"
 

@@ -327,28 +327,25 @@ def fits(tensor: torch.Tensor) -> bool:
 
 
 class Unchanged:
-    """Tells whether a small parameter still has the value that the server has."""
+    """Tells whether small parameters still have the values that the server has.
+
+    It looks at the values: versions miss what is written through `.data`, and addresses what is written
+    in place.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._values = [parameter.detach().clone() for parameter in parameters]
-        self._signature = _signature(parameters)
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> bool:
-        signature = _signature(parameters)
-        if signature == self._signature:
-            return True
         if len(parameters) != len(self._values):
             return False
-        # Moved, cast or loaded again: look at the values, once.
-        pairs = zip(self._values, parameters, strict=True)
-        same = all(value.shape == p.shape and torch.equal(value.to(p.device, p.dtype), p) for value, p in pairs)
-        if same:
-            self._signature = signature
-        return same
-
-
-def _signature(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:
-    return [(id(parameter), parameter._version, parameter.data_ptr()) for parameter in parameters]
+        for place, parameter in enumerate(parameters):
+            value = self._values[place]
+            if value.dtype != parameter.dtype or value.device != parameter.device:
+                value = self._values[place] = value.to(parameter.device, parameter.dtype)
+            if not torch.equal(value, parameter):
+                return False
+        return True
 
 
 class RemoteNorm:

@@ -40,6 +40,7 @@ class RemoteMixin(nn.Module):
     _shared: SharedInputs
     _bias_unchanged: Unchanged
     lazy: bool
+    dtype: torch.dtype
 
     def _stand_for(self, like: nn.Module, layer: Layer, shape: Sequence[int], shared: SharedInputs, keep: bool) -> None:
         nn.Module.__init__(self)
@@ -52,6 +53,7 @@ class RemoteMixin(nn.Module):
         weight: Any = like.weight
         device = "cpu" if weight.device.type == "meta" else weight.device
         self.weight = HollowWeight(shape, weight.dtype, device, layer.name)
+        self.__dict__["dtype"] = weight.dtype  # asking the weight costs a detour through its trap
         keep_out_of_checkpoints(self)
         self.remember()
 
@@ -65,10 +67,9 @@ class RemoteMixin(nn.Module):
             raise InvalidInputError(
                 f"{self.layer.name} got an input of shape {tuple(x.shape)}, expected [..., {self.layer.d_in}]"
             )
-        casts = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
-        if x.dtype != self.weight.dtype and not casts:
+        if x.dtype != self.dtype and not (torch.is_autocast_enabled(x.device.type) and x.is_floating_point()):
             raise InvalidInputError(
-                f"{self.layer.name} got an input of {x.dtype}, expected {self.weight.dtype}, the dtype of this "
+                f"{self.layer.name} got an input of {x.dtype}, expected {self.dtype}, the dtype of this "
                 "model; cast the input, or use torch.autocast"
             )
         if self.lazy and self._may_defer(x):
@@ -98,6 +99,11 @@ class RemoteMixin(nn.Module):
 
     def _be_eager(self) -> None:
         self.__dict__["lazy"] = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.__dict__["dtype"] = self.weight.dtype
+        return self
 
     def restored(self) -> nn.Module:
         """The layer that was replaced, where the stand-in is now: its device, dtype, mode and bias."""

@@ -79,9 +79,12 @@ def owned(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
     Autograd forbids in-place work on views that a Function returns, and local layers allow it.
     """
-    strides = torch.empty(shape, device="meta").stride()
+    strides, step = [0] * len(shape), 1
+    for place in range(len(shape) - 1, -1, -1):
+        strides[place] = step
+        step *= max(1, shape[place])
     fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)
+    return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tuple(strides))
 
 
 class Moment(NamedTuple):

@@ -239,9 +239,7 @@ def test_a_value_that_loses_is_not_checked(toml: Any) -> None:
     ],
 )
 @BOTH
-def test_an_unknown_variable_is_refused_with_the_nearest_name(
-    cls: type[Options], variable: str, nearest: str
-) -> None:
+def test_an_unknown_variable_is_refused_with_the_nearest_name(cls: type[Options], variable: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"{variable} in the environment: .*mean {nearest}\?") as caught:
         cls.collect({}, environ={variable: SECRET})
     assert SECRET not in str(caught.value)

@@ -62,9 +62,10 @@ def test_the_changelog_has_a_section_for_this_version() -> None:
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     commands = [line for line in script if line.startswith("make ")]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
 
     assert commands == ["make check", "make test-slow"]
-    assert " && ".join(commands) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [command for command in commands if f"`{command}`" not in readme] == []
 
 
 def test_a_mistyped_verb_is_answered_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:

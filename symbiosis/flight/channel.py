@@ -33,13 +33,12 @@ from symbiosis.flight import protocol
 from symbiosis.interrupts import Watch, WatchedCall
 
 T = TypeVar("T")
-GRACE_S = 1.0
+GRACE_S = 1.0  # what gRPC gets to keep the time by itself; it cannot in a process forked after its threads were started
 SCHEMES = ("grpc://", "grpc+tcp://", "grpc+unix://")
 CHANNEL_OPTIONS = [
     # A channel of its own: no shared back-off state, and a quick retry when a server is restarted.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
 
@@ -127,13 +126,13 @@ class FlightChannel:
                 raise ProtocolError(f"action {name} of {self.url} answered {len(results)} results, expected 1")
             return bytes(results[0].body)
 
-        return self._interruptible(run, timeout_s)
+        return self._interruptible(run, timeout_s + GRACE_S)
 
     def download(self, ticket: bytes, timeout_s: float) -> Iterator[Message]:
         options = fl.FlightCallOptions(timeout=timeout_s)
         reader = self._mapped(lambda: self._connected().do_get(fl.Ticket(ticket), options))
         try:
-            while (chunk := self._interruptible(lambda: _next_chunk(reader), timeout_s)) is not None:
+            while (chunk := self._interruptible(lambda: _next_chunk(reader), timeout_s + GRACE_S)) is not None:
                 yield chunk
         finally:
             reader.cancel()
@@ -141,12 +140,14 @@ class FlightChannel:
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            if self._forked():
+                return
             idle = list(self._idle)
             self._idle.clear()
         self._watch.close()
-        if self._client is not None and not self._forked():
-            for stream in idle:
-                stream.end()
+        for stream in idle:
+            stream.end()
+        if self._client is not None:
             self._client.close()
 
     def __del__(self) -> None:
@@ -183,7 +184,7 @@ class FlightChannel:
             if self._idle:
                 return self._idle.pop()
         try:
-            return self._mapped(lambda: _Stream(client, self.open_header))
+            return self._interruptible(lambda: _Stream(client, self.open_header), deadline_s - time.monotonic())
         except BaseException:
             self._free.release()
             raise
@@ -207,7 +208,10 @@ class FlightChannel:
                 stream.end()
 
     def _interruptible(self, run: Callable[[], T], timeout_s: float) -> T:
-        """Run in a thread and wait for it, so that Ctrl-C returns at once; for rare calls, at 0.1 ms each."""
+        """Run in a thread and wait for it, so that Ctrl-C returns at once; for rare steps, at 0.1 ms each.
+
+        Opening a stream is one: while gRPC connects there is nothing yet that a Watch could cancel.
+        """
         future: Future[T] = Future()
 
         def work() -> None:
@@ -218,8 +222,7 @@ class FlightChannel:
 
         threading.Thread(target=work, name="symbiosis-rare-call", daemon=True).start()
         try:
-            # gRPC keeps the time, unless it cannot: in a process that was forked after its threads were started.
-            return future.result(timeout_s + GRACE_S)
+            return future.result(timeout_s)
         except FutureTimeoutError as error:
             raise self._translate(error, "expired") from None
 

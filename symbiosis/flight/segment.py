@@ -58,6 +58,8 @@ def _width(base: BaseModel, number: int, step: Step, args: list[int]) -> int:
     where = f"step {number} ({step.do} {', '.join(step.modules)})"
     if len(args) != (2 if step.do == "add" else 1):
         raise InvalidInputError(f"{where} got {len(args)} arguments")
+    if bool(step.modules) != (step.do in ("linears", "call", "bias")):
+        raise InvalidInputError(f"{where} names {len(step.modules)} modules")
     if step.do == "add" and args[0] != args[1]:
         raise InvalidInputError(f"{where} got values of widths {args}, expected equal ones")
     if step.do in ("linears", "call"):

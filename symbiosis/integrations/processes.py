@@ -16,48 +16,56 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO
 
 from symbiosis.errors import DeadlineExceededError, SymbiosisError, from_wire
 
+OnLine = Callable[[str], object]
 GRACE_S = 5.0  # between the request to end and the kill
 LOG_LINES = 15  # of a failed child, in the error
 ERROR_LINE = re.compile(r"^error \[([A-Z_]+)\]: (.*)$", re.MULTILINE)  # as our server prints its own
 
 
 class Child:
-    """One running module of ours, `python -m MODULE ARGS...`."""
+    """One running module, `python -m MODULE ARGS...`.
 
-    def __init__(self, name: str, words: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
+    Args:
+        on_line: called with each line of standard output, in a thread of its own; None sends them to the log.
+    """
+
+    def __init__(
+        self, name: str, words: Sequence[str], log: Path, environ: Mapping[str, str], on_line: OnLine | None
+    ) -> None:
         self.name = name
         self.log = log
-        with log.open("wb") as errors:
+        with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *words],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
+                stdout=subprocess.PIPE if on_line else file,
+                stderr=file,
                 env=dict(environ),
                 text=True,
             )
+        self._reader = threading.Thread(target=self._read, args=(on_line,), daemon=True)
+        self._reader.start()
 
     @property
     def code(self) -> int | None:
         """The exit code, or None while it runs."""
         return self._process.poll()
 
-    def follow(self, on_line: Callable[[str], None]) -> threading.Thread:
-        """Hand each line of standard output to `on_line`, in a thread that ends with the output."""
-        thread = threading.Thread(target=self._read, args=(self._process.stdout, on_line), daemon=True)
-        thread.start()
-        return thread
+    @property
+    def has_ended(self) -> bool:
+        """It has ended, and every line it wrote was handed on."""
+        return self.code is not None and not self._reader.is_alive()
 
     def failure(self) -> SymbiosisError:
         """Why it ended, out of its log."""
-        text = self.log.read_text(errors="replace")
+        text = self.log.read_bytes().decode(errors="replace")  # read_text would take \r for the end of a line
         if found := ERROR_LINE.findall(text):
             return from_wire(found[0][0], "\n".join(message for _, message in found))
-        lines = [line for line in text.splitlines() if line.strip() and "\r" not in line][-LOG_LINES:]
+        shown = [line.rpartition("\r")[2] for line in text.split("\n")]  # of a progress bar, its last state
+        lines = [line for line in shown if line.strip()][-LOG_LINES:]
         return SymbiosisError(
             f"{self.name} ended with exit code {self.code}; the end of its log {self.log}:\n"
             + "\n".join(f"    {line}" for line in lines)
@@ -74,11 +82,13 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reader.join()
 
-    @staticmethod
-    def _read(stream: IO[str], on_line: Callable[[str], None]) -> None:
-        for line in stream:
-            on_line(line)
+    def _read(self, on_line: OnLine | None) -> None:
+        if self._process.stdout and on_line:
+            with self._process.stdout as lines:
+                for line in lines:
+                    on_line(line)
 
 
 class Children:
@@ -89,8 +99,9 @@ class Children:
         self._environ = environ
         self._all: list[Child] = []
 
-    def start(self, name: str, *words: str) -> Child:
-        child = Child(name, words, self._logs / f"{name}.log", self._environ)
+    def start(self, name: str, *words: str, on_line: OnLine | None = None) -> Child:
+        """Start `python -m WORDS...`; `name` is what errors call it, and its log file."""
+        child = Child(name, words, self._logs / f"{name}.log", self._environ, on_line)
         self._all.append(child)
         return child
 
@@ -135,6 +146,23 @@ def wait_for_file(path: Path, writer: Child, timeout_s: float, tick: Callable[[]
         tick()
         time.sleep(0.1)
     return path.read_text()
+
+
+def wait_for_end(child: Child, timeout_s: float, tick: Callable[[], None]) -> None:
+    """Return when a child has ended well; `tick` is called while it runs.
+
+    Raises:
+        SymbiosisError: it failed, for the reason in its log.
+        DeadlineExceededError: it still runs.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not child.has_ended:
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceededError(f"{child.name} took more than {timeout_s:.0f} s; its log is {child.log}")
+        tick()
+        time.sleep(0.1)
+    if child.code:
+        raise child.failure()
 
 
 @contextlib.contextmanager

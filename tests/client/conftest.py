@@ -57,8 +57,10 @@ class Served:
             return peft.LoraConfig(r=4, target_modules=qv, fan_in_fan_out=fan, task_type="CAUSAL_LM")
         if method == "lora-all":
             # GPT-2's Conv1D layers and a Linear head differ in fan_in_fan_out: peft warns whichever is said.
-            return peft.LoraConfig(r=4, target_modules=qv + down, fan_in_fan_out=fan, task_type="CAUSAL_LM") if fan else (
-                peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+            return (
+                peft.LoraConfig(r=4, target_modules=qv + down, fan_in_fan_out=fan, task_type="CAUSAL_LM")
+                if fan
+                else (peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
             )
         if method == "ia3":
             return peft.IA3Config(
@@ -191,5 +193,3 @@ def assert_holds_no_base(model: nn.Module, *owners: nn.Module) -> None:
             for weight in by_size[found.numel()]:
                 assert not torch.equal(values, weight.flatten()), f"a base weight {list(found.shape)} is still held"
                 assert not torch.equal(values, weight.t().flatten()), f"a base weight {list(found.shape)} is held"
-
-
