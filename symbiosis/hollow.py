@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from symbiosis.errors import UnsupportedMethodError
 
@@ -198,7 +199,7 @@ def _asks_for_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _training_refusal(args: tuple[Any, ...]) -> str:
-    name = next((a.module_name for a in args if isinstance(a, HollowWeight)), "") or "this layer"
+    name = _module_name(args) or "this layer"
     return (
         f"the base weight of {name} stays on the server and cannot be trained. Instead, train an adapter, or wrap a "
         f"model that has its weights with wrap(local=[...]), which keeps the layers that it names here"
@@ -206,13 +207,17 @@ def _training_refusal(args: tuple[Any, ...]) -> str:
 
 
 def _refusal(func: Any, args: tuple[Any, ...]) -> str:
-    source = next((a for a in args if isinstance(a, HollowWeight)), None)
-    module = f" of {source.module_name}" if source is not None and source.module_name else ""
+    name = _module_name(args)
+    module = f" of {name}" if name else ""
     what, instead = _who_asked()
     return (
         f"{what} needs the values of the base weight{module} (called {getattr(func, '__name__', func)}), which "
         f"stays on the server. Instead, {instead}"
     )
+
+
+def _module_name(args: Any) -> str:
+    return next((leaf.module_name for leaf in pytree.tree_leaves(args) if isinstance(leaf, HollowWeight)), "")
 
 
 def _who_asked() -> tuple[str, str]:

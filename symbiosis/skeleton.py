@@ -87,7 +87,7 @@ def _slots(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
 
 
 def _restore_buffers(model: nn.Module) -> None:
-    """Buffers that transformers computes and never saves, which a model built on meta lacks, from a twin that has them."""
+    """Buffers that transformers computes and never saves, from a twin: a model built on meta lacks them."""
     lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if not lacking:
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -131,11 +132,14 @@ class Recorder:
             self._calls = self._tokens = self._bytes_out = self._bytes_in = self._batch_requests = 0
             self._serialise_s = self._network_s = self._queue_s = self._compute_s = self._busy_s = 0.0
             self._first_s = self._last_s = 0.0
+            self._latest: deque[tuple[float, float]] = deque(maxlen=64)  # what a call that ends now may overlap
 
     def record(self, event: CallEvent) -> None:
         with self._lock:
             if not self._calls:
                 self._first_s = self._last_s = event.started_s
+            self._first_s = min(self._first_s, event.started_s)
+            self._last_s = max(self._last_s, event.ended_s)
             self._calls += 1
             self._tokens += event.tokens
             self._bytes_out += event.bytes_out
@@ -145,9 +149,16 @@ class Recorder:
             self._network_s += event.network_s
             self._queue_s += event.queue_s
             self._compute_s += event.compute_s
-            # Overlapping calls of several threads count once towards the time spent in calls.
-            self._busy_s += max(0.0, event.ended_s - max(event.started_s, self._last_s))
-            self._last_s = max(self._last_s, event.ended_s)
+            self._add_busy(event.started_s, event.ended_s)
+
+    def _add_busy(self, start_s: float, end_s: float) -> None:
+        """Overlapping calls of several threads count once towards the time spent in calls."""
+        while self._latest and self._latest[-1][1] >= start_s:
+            start, end = self._latest.pop()
+            self._busy_s -= end - start
+            start_s, end_s = min(start, start_s), max(end, end_s)
+        self._latest.append((start_s, end_s))
+        self._busy_s += end_s - start_s
 
     def stats(self) -> Stats:
         with self._lock:

@@ -180,7 +180,7 @@ def _stays(module: nn.Module, info: ModuleInfo | None, asked: bool, trained: boo
         return "asked for by local="
     if type(module) not in (nn.Linear, Conv1D):
         return f"{type(module).__name__} may compute something else"
-    if trained and module.weight.requires_grad:  # type: ignore[union-attr]
+    if trained and module.weight.requires_grad:
         return "trained here"
     return ""
 
@@ -228,8 +228,8 @@ def _check_skeleton(base: nn.Module, entries: Iterable[Entry], manifest: Manifes
         module = base.get_submodule(entry.path)
         if any(p.is_meta for p in module.parameters()) and f"{entry.info.name}.weight" not in published:
             raise ConfigError(
-                f"{entry.name} is to stay here ({entry.reason}), but this model has no weights yet, and the server keeps "
-                "that one; leave it remote, or wrap a model that has its weights"
+                f"{entry.name} is to stay here ({entry.reason}), but this model has no weights yet, and the server "
+                "keeps that one; leave it remote, or wrap a model that has its weights"
             )
 
 

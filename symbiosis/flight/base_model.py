@@ -20,6 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.errors import InvalidInputError, UnknownModuleError
+from symbiosis.flight import gemm
 from symbiosis.flight.fingerprint import model_fingerprint, module_hashes
 from symbiosis.flight.protocol import FILE_SUFFIXES, STORED_TAGS, TAGS, ModuleInfo, ParameterInfo
 
@@ -102,6 +103,7 @@ class BaseModel:
         self.tokenizer = tokenizer
         self.generation_config: Any = getattr(model, "generation_config", None)
         frozen = _share_frozen(model)
+        gemm.use_in(frozen)
         self._tied = _tied_weights(frozen)
         self.linears = dict(_find_linears(frozen))
         self.blocks = dict(_find_blocks(frozen, self.config))
@@ -181,7 +183,7 @@ class BaseModel:
         if isinstance(first, Block):
             return first.forward(*tensors) if op == "forward" else first.grad_input(*tensors)
         weights = [self.linears[name].weight for name in modules]
-        return _forward(weights, tensors[0]) if op == "forward" else _grad_input(weights, tensors[0])
+        return gemm.forward(tensors[0], weights) if op == "forward" else gemm.grad_input(tensors[0], weights)
 
     def _module(self, name: str) -> Linear | Block:
         module = self.modules.get(name)
@@ -197,25 +199,6 @@ class BaseModel:
         if op == "forward":
             return [d_in]
         return [d_in, d_out] if isinstance(first, Block) else [d_out]
-
-
-def _forward(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """[N, d_in] @ each [d_in, d_out] -> [N, sum d_out]"""
-    if len(weights) == 1:
-        return x @ weights[0].t()
-    y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
-    for weight, part in zip(weights, y.split([w.shape[0] for w in weights], dim=1), strict=True):
-        torch.mm(x, weight.t(), out=part)
-    return y
-
-
-def _grad_input(weights: list[torch.Tensor], grad_output: torch.Tensor) -> torch.Tensor:
-    """[N, sum d_out], split by weight, each @ [d_out, d_in] -> summed [N, d_in]"""
-    parts = grad_output.split([weight.shape[0] for weight in weights], dim=1)
-    grad_input: torch.Tensor = parts[0] @ weights[0]
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
-        grad_input.addmm_(part, weight)
-    return grad_input
 
 
 def _share_frozen(model: nn.Module) -> nn.Module:

@@ -46,14 +46,20 @@ class Executor:
     Args:
         base: the model.
         scheduler: where batches come from.
+        threads: CPU threads per product; 0 leaves PyTorch's choice.
         observe: called after each batch with (batch, seconds computed); must be quick.
     """
 
     def __init__(
-        self, base: BaseModel, scheduler: Scheduler, observe: Callable[[Batch, float], None] | None = None
+        self,
+        base: BaseModel,
+        scheduler: Scheduler,
+        threads: int = 0,
+        observe: Callable[[Batch, float], None] | None = None,
     ) -> None:
         self._base = base
         self._scheduler = scheduler
+        self._threads = threads
         self._observe = observe or (lambda batch, seconds: None)
         self._thread = threading.Thread(target=self._loop, name="symbiosis-executor", daemon=True)
 
@@ -66,6 +72,9 @@ class Executor:
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
+        if self._threads:
+            # OpenMP and MKL count per thread: what was set in the main thread does not hold here.
+            torch.set_num_threads(self._threads)
         with torch.no_grad():  # not inference_mode: a block's grad_input needs autograd inside
             while (batch := self._scheduler.next_batch()) is not None:
                 self._run(batch)

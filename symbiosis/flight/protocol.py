@@ -130,7 +130,7 @@ class Hello(Header, frozen=True, tag="hello"):
     protocol: int
 
 
-class ModuleInfo(Struct, frozen=True, forbid_unknown_fields=True):
+class ModuleInfo(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One servable module. `hashes` maps a dtype tag to the SHA-256 of the weights (section 7), `bias` likewise."""
 
     name: str

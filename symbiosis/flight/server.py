@@ -58,7 +58,7 @@ class Server:
             max_queue_bytes=options.max_queue_bytes,
             max_wait_s=options.max_wait_us / 1e6,
         )
-        self._executor = Executor(base, self._scheduler, self._counters.observe)
+        self._executor = Executor(base, self._scheduler, options.threads, self._counters.observe)
         self._draining = False
         self._manifest = self._describe()
         self._service = self._bind()

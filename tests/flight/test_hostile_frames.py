@@ -40,6 +40,14 @@ class Attack(NamedTuple):
     id: int = 9
 
 
+class BadSegment(NamedTuple):
+    why: str
+    code: str
+    steps: list[Any]
+    outputs: list[int]
+    says: str = ""
+
+
 def request(**changes: Any) -> dict[str, Any]:
     """A valid header of `forward` on Q with two tokens, and what is wrong with it."""
     fields = {
@@ -130,6 +138,7 @@ FRAMES = {
         "a module that is the client's", "UNKNOWN_MODULE", request(modules=["model.embed_tokens"]), body()
     ),
     "no_modules": Attack("nothing to do", "PROTOCOL", request(modules=[]), body(), "modules"),
+    "no_modules_for_grad": Attack("nothing to do", "PROTOCOL", request(op="grad_input", modules=[]), body(), "modules"),
     "17_modules": Attack("more than share an input", "PROTOCOL", request(modules=[Q] * 17), body(), "modules"),
     "module_twice": Attack("work multiplied", "INVALID_INPUT", request(modules=[Q, Q]), body(), "named twice"),
     "widths_differ": Attack("inputs of 32 and 48", "INVALID_INPUT", request(modules=[Q, O]), body(), "cannot share"),
@@ -216,6 +225,32 @@ FRAMES = {
     ),
 }
 
+# Steps for one tensor [2, 32] and what answers them: segments are the one place where a client says what to do.
+SEGMENTS = {
+    "no_steps": BadSegment("an echo of unlimited size", "INVALID_INPUT", [], []),
+    "no_outputs": BadSegment("work for nothing", "INVALID_INPUT", [["linears", [Q], [0], 1.0]], []),
+    "unknown_step": BadSegment("a step that would be code", "PROTOCOL", [["__import__", [], [0], 1.0]], [1], "steps"),
+    "33_steps": BadSegment("work without end", "PROTOCOL", [["linears", [Q], [0], 1.0]] * 33, [1], "steps"),
+    "5_outputs": BadSegment("a reply of five", "PROTOCOL", [["scale", [], [0], 1.0]], [1] * 5, "outputs"),
+    "reads_ahead": BadSegment("its own value", "INVALID_INPUT", [["scale", [], [1], 1.0]], [1], "uses values [1] of 1"),
+    "reads_before": BadSegment(
+        "Python's -1", "INVALID_INPUT", [["scale", [], [-1], 1.0]], [1], "uses values [-1] of 1"
+    ),
+    "sends_before": BadSegment("Python's -1", "INVALID_INPUT", [["scale", [], [0], 1.0]], [-1], "send back [-1]"),
+    "sends_too_far": BadSegment("no such value", "INVALID_INPUT", [["scale", [], [0], 1.0]], [1 << 62], "send back"),
+    "unknown_module": BadSegment("a name not served", "UNKNOWN_MODULE", [["call", ["model"], [0], 1.0]], [1]),
+    "wrong_width": BadSegment("32 into 48", "INVALID_INPUT", [["linears", [O], [0], 1.0]], [1]),
+    "module_twice": BadSegment("work multiplied", "INVALID_INPUT", [["linears", [Q, Q], [0], 1.0]], [1]),
+    "linears_of_nothing": BadSegment("no modules", "INVALID_INPUT", [["linears", [], [0], 1.0]], [1]),
+    "modules_for_add": BadSegment("names unused", "INVALID_INPUT", [["add", [Q], [0, 0], 1.0]], [1]),
+    "adds_one": BadSegment("one argument", "INVALID_INPUT", [["add", [], [0], 1.0]], [1]),
+    "block_as_linear": BadSegment("another kind", "INVALID_INPUT", [["linears", [MLP], [0], 1.0]], [1]),
+    "linear_as_block": BadSegment("another kind", "INVALID_INPUT", [["call", [Q], [0], 1.0]], [1]),
+    "no_bias": BadSegment(
+        "Llama has none", "INVALID_INPUT", [["linears", [Q], [0], 1.0], ["bias", [Q], [1], 1.0]], [2]
+    ),
+}
+
 # Frames of a stream that was begun with another schema than {data: uint8}.
 SCHEMAS = {
     "int32": pa.record_batch({"data": pa.array([0] * 64, pa.int32())}),
@@ -294,6 +329,35 @@ def test_frame_is_refused_in_band(
     check_refusal(reply, attack.code, attack.id)
     assert attack.says in reply["message"]
     honest(stream)
+
+
+@pytest.mark.parametrize("attack", SEGMENTS.values(), ids=SEGMENTS)
+def test_segment_is_refused_in_band(
+    attack: BadSegment, server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    stream = raw_stream(server.url)
+    header = request(op="segment", modules=[], steps=attack.steps, outputs=attack.outputs)
+
+    reply, _ = stream.send(header, body())
+
+    check_refusal(reply, attack.code, 9)
+    assert attack.says in reply["message"]
+    honest(stream)
+
+
+def test_steps_outside_of_a_segment_are_refused(server: Server, raw_stream: Callable[..., Any]) -> None:
+    reply, _ = raw_stream(server.url).send(request(steps=[["scale", [], [0], 1.0]], outputs=[1]), body())
+
+    check_refusal(reply, "PROTOCOL", 9)
+
+
+def test_inputs_of_a_segment_with_other_lengths_are_refused(server: Server, raw_stream: Callable[..., Any]) -> None:
+    tensors = [tensor("F32", 2, D_IN), tensor("F32", 3, D_IN)]
+    header = request(op="segment", modules=[], tensors=tensors, steps=[["add", [], [0, 1], 1.0]], outputs=[2])
+
+    reply, _ = raw_stream(server.url).send(header, body(256 + 384))
+
+    check_refusal(reply, "INVALID_INPUT", 9)
 
 
 def test_all_frames_on_one_stream(server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]) -> None:

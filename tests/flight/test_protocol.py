@@ -27,6 +27,7 @@ from symbiosis.flight.protocol import (
     Reply,
     Request,
     ServerStats,
+    Step,
     TensorSpec,
     Ticket,
 )
@@ -45,6 +46,21 @@ GOLDEN_HEADERS = [
         Request(id=7, op="forward", modules=["q", "k"], tensors=[TensorSpec("BF16", [3, 8])], deadline_ms=1500),
         "86 a474797065 a772657175657374 a26964 07 a26f70 a7666f7277617264 a76d6f64756c6573 92 a171 a16b"
         "a774656e736f7273 91 82 a56474797065 a442463136 a57368617065 92 03 08 ab646561646c696e655f6d73 cd05dc",
+    ),
+    (
+        Request(
+            id=7,
+            op="segment",
+            modules=[],
+            tensors=[TensorSpec("F32", [3, 8])],
+            deadline_ms=1500,
+            steps=(Step("linears", ("q",), (0,)), Step("scale", (), (1,), 0.5)),
+            outputs=(2,),
+        ),
+        "88 a474797065 a772657175657374 a26964 07 a26f70 a77365676d656e74 a76d6f64756c6573 90"
+        "a774656e736f7273 91 82 a56474797065 a3463332 a57368617065 92 03 08 ab646561646c696e655f6d73 cd05dc"
+        "a57374657073 92 94 a76c696e65617273 91 a171 91 00 cb3ff0000000000000"
+        "94 a57363616c65 90 91 01 cb3fe0000000000000 a76f757470757473 91 02",
     ),
     (
         Reply(
@@ -107,7 +123,16 @@ GOLDEN_HEADERS = [
             fingerprint="ff",
             max_message_bytes=1024,
             modules=[
-                ModuleInfo(name="q", kind="linear", d_in=2, d_out=3, parameters=6, tied=False, hashes={"F32": "aa"})
+                ModuleInfo(
+                    name="q",
+                    kind="linear",
+                    d_in=2,
+                    d_out=3,
+                    parameters=6,
+                    tied=False,
+                    hashes={"F32": "aa"},
+                    bias={"F32": "bb"},
+                )
             ],
             parameters=[ParameterInfo("n", "I64", [2])],
             files=["t.json"],
@@ -116,8 +141,8 @@ GOLDEN_HEADERS = [
         "8e a474797065 a86d616e6966657374 a870726f746f636f6c 01 ae7365727665725f76657273696f6e a3302e31"
         "a56d6f64656c a16d a87265766973696f6e a0 ac617263686974656374757265 a141 a56474797065 a3463332"
         "a6636f6e666967 a27b7d ab66696e6765727072696e74 a26666 b16d61785f6d6573736167655f6279746573 cd0400"
-        "a76d6f64756c6573 91 87 a46e616d65 a171 a46b696e64 a66c696e656172 a4645f696e 02 a5645f6f7574 03"
-        "aa706172616d6574657273 06 a474696564 c2 a6686173686573 81 a3463332 a26161"
+        "a76d6f64756c6573 91 88 a46e616d65 a171 a46b696e64 a66c696e656172 a4645f696e 02 a5645f6f7574 03"
+        "aa706172616d6574657273 06 a474696564 c2 a6686173686573 81 a3463332 a26161 a462696173 81 a3463332 a26262"
         "aa706172616d6574657273 91 83 a46e616d65 a16e a56474797065 a3493634 a57368617065 91 02"
         "a566696c6573 91 a6742e6a736f6e aa626173655f6279746573 18",
     ),
@@ -161,11 +186,20 @@ names = st.text(min_size=1, max_size=20)
 dims = st.integers(0, (1 << 31) - 1)
 specs = st.builds(TensorSpec, st.sampled_from(list(protocol.DTYPES)), st.lists(dims, min_size=1, max_size=2))
 counters = st.integers(0, 1 << 62)
+steps = st.builds(
+    Step,
+    do=st.sampled_from(["linears", "bias", "call", "add", "scale"]),
+    modules=st.lists(names, max_size=3).map(tuple),
+    args=st.lists(st.integers(0, 40), min_size=1, max_size=2).map(tuple),
+    factor=st.floats(allow_nan=False),
+)
 requests = st.builds(
     Request,
     id=st.integers(1, (1 << 63) - 1),
-    op=st.sampled_from(["forward", "grad_input"]),
-    modules=st.lists(names, min_size=1, max_size=16),
+    op=st.sampled_from(["forward", "grad_input", "segment"]),
+    modules=st.lists(names, max_size=16),
+    steps=st.lists(steps, max_size=4).map(tuple),
+    outputs=st.lists(st.integers(0, 40), max_size=4).map(tuple),
     tensors=st.lists(specs, min_size=1, max_size=4),
     deadline_ms=st.integers(1, protocol.MAX_DEADLINE_MS),
 )
@@ -294,6 +328,7 @@ AT_THE_LIMIT = {
     "one hour": {"deadline_ms": 3_600_000},
     "one millisecond": {"deadline_ms": 1},
     "no type where only one can stand": {"type": None},
+    "32 steps": {"op": "segment", "modules": [], "steps": [["scale", [], [0], 1.0]] * 32, "outputs": [0] * 4},
 }
 
 BEYOND = {
@@ -306,7 +341,7 @@ BEYOND = {
     "no id": ({"id": None}, "id"),
     "unknown op": ({"op": "grad_weight"}, "op"),
     "no op": ({"op": None}, "op"),
-    "no modules": ({"modules": []}, "modules"),
+    "no list of modules": ({"modules": None}, "modules"),
     "17 modules": ({"modules": ["m"] * 17}, "modules"),
     "modules as text": ({"modules": "m"}, "modules"),
     "empty name": ({"modules": [""]}, "modules"),
@@ -323,6 +358,14 @@ BEYOND = {
     "deadline 0": ({"deadline_ms": 0}, "deadline_ms"),
     "deadline over an hour": ({"deadline_ms": 3_600_001}, "deadline_ms"),
     "no deadline": ({"deadline_ms": None}, "deadline_ms"),
+    "33 steps": ({"steps": [["scale", [], [0], 1.0]] * 33}, "steps"),
+    "unknown step": ({"steps": [["exec", [], [0], 1.0]]}, "steps"),
+    "step of nothing": ({"steps": [["scale", [], [], 1.0]]}, "steps"),
+    "step of 3 values": ({"steps": [["add", [], [0, 0, 0], 1.0]]}, "steps"),
+    "step with 17 modules": ({"steps": [["linears", ["m"] * 17, [0], 1.0]]}, "steps"),
+    "step as a map": ({"steps": [{"do": "scale", "modules": [], "args": [0]}]}, "steps"),
+    "factor as text": ({"steps": [["scale", [], [0], "2"]]}, "steps"),
+    "5 outputs": ({"outputs": [0] * 5}, "outputs"),
     "unknown field": ({"priority": 1}, "priority"),
     "type of another header": ({"type": "reply"}, "reply"),
 }
