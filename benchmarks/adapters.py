@@ -69,9 +69,8 @@ def attach(model: nn.Module, method: str, seed: int) -> nn.Module:
 
 
 def perturb(model: nn.Module, seed: int) -> None:
-    """Give every trainable parameter new small values; those near one (IA3) stay near one."""
+    """Add small seeded noise to every trainable parameter."""
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in sorted(model.named_parameters()):
         if parameter.requires_grad:
-            noise = torch.randn(parameter.shape, generator=generator) * 0.02
-            parameter.data.mul_(0.5).add_(noise) if parameter.dim() > 1 else parameter.data.add_(noise)
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.02)

@@ -49,7 +49,7 @@ class RemoteBlock:
         shared: what computes it, and whether results may be deferred.
         module: the sub-module, whose linears are remote layers already.
         width: last dimension of its output.
-        lazy_only: compute it whole only when deferred; with gradients its linears cost less.
+        gradients_by_linears: not whole where a gradient will be asked for: recomputing costs more GEMMs.
         required: the block has no other way (experts that are not linears); its weights become hollow.
         keep: keep those weights, so that `restore` can put them back.
     """
@@ -62,12 +62,12 @@ class RemoteBlock:
         width: int,
         *,
         required: bool,
-        lazy_only: bool = False,
+        gradients_by_linears: bool = False,
         keep: bool = False,
     ) -> None:
         self.name = name
         self.lazy = shared.lazy
-        self.lazy_only = lazy_only
+        self.gradients_by_linears = gradients_by_linears
         self._width = width
         self.required = required
         self._remote = shared.remote
@@ -82,6 +82,8 @@ class RemoteBlock:
         self.remember()
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.gradients_by_linears and not self.required and torch.is_grad_enabled() and x.requires_grad:
+            return self._own_forward(self._module, x, *args, **kwargs)
         reason = self.reason_against() if not (args or kwargs) else "it was called with more than its input"
         if reason and self.required:
             raise UnsupportedMethodError(
@@ -92,8 +94,6 @@ class RemoteBlock:
             return self._own_forward(self._module, x, *args, **kwargs)
         if self.lazy and deferring() and not self._module.training and not x.is_inference() and fits(x):
             return defer(self._deferrals, Step("call", (self.name,), ()), x, self._width, looked_at=self._be_eager)
-        if self.lazy_only and not self.required:
-            return self._own_forward(self._module, x, *args, **kwargs)
         x = value_of(x)
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):

@@ -11,6 +11,7 @@ wrong) and a meta tensor (it breaks `.to()` and Trainer, and pulls new adapters 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,6 @@ HARMLESS = frozenset(
     [
         "to",
         "detach",
-        "clone",
         "cpu",
         "cuda",
         "float",
@@ -105,11 +105,12 @@ class HollowWeight(nn.Parameter):
         ds_shape, ds_numel: the shape and size that it stands for, under the names by which peft reads
             the true shape of DeepSpeed's partitioned parameters.
         module_name: the base module it belongs to.
+        frozen: whether somebody asked for it not to be trained, as peft does; it never is.
     """
 
     ds_shape: torch.Size
-    ds_numel: int
     module_name: str
+    frozen: bool
 
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu", module_name: str = ""
@@ -117,12 +118,24 @@ class HollowWeight(nn.Parameter):
         empty = torch.empty((0,) * len(shape), dtype=dtype, device=device)
         weight: HollowWeight = torch.Tensor._make_subclass(cls, empty, False)
         weight.ds_shape = torch.Size(shape)
-        weight.ds_numel = weight.ds_shape.numel()
         weight.module_name = module_name
+        weight.frozen = False
         return weight
+
+    @property
+    def ds_numel(self) -> int:
+        # peft asks this where it counts parameters, and in one place to gather a DeepSpeed parameter and
+        # train a copy of it; the import of deepspeed that follows there would fail with another reason.
+        if sys._getframe(1).f_code.co_filename.endswith(("peft/utils/other.py", "peft\\utils\\other.py")):
+            raise UnsupportedMethodError(
+                f"modules_to_save asks for a trainable copy of {self.module_name}, whose base weight stays on the "
+                f"server. Instead, train an adapter on it, or wrap a model that has its weights with wrap(local=[...])"
+            )
+        return self.ds_shape.numel()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HollowWeight:
         copied = HollowWeight(self.ds_shape, self.dtype, self.device, self.module_name)
+        copied.frozen = self.frozen
         memo[id(self)] = copied
         return copied
 
@@ -138,8 +151,10 @@ class HollowWeight(nn.Parameter):
     ) -> Any:
         if not _harmless(func, args):
             raise UnsupportedMethodError(_refusal(func, args))
-        if _asks_for_gradient(func, args, kwargs or {}):
-            raise UnsupportedMethodError(_training_refusal(args))
+        if (trained := _asks_for_gradient(func, args, kwargs or {})) is not None:
+            if trained:
+                raise UnsupportedMethodError(_training_refusal(args))
+            args[0].frozen = True
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         # `.data`, `.to()` and the like must stay hollow: peft reads `weight.data`, not `weight`.
@@ -190,12 +205,13 @@ def _harmless(func: Any, args: tuple[Any, ...]) -> bool:
     return name in HARMLESS
 
 
-def _asks_for_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _asks_for_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+    """The value that requires_grad is set to, if this sets it."""
     name = getattr(func, "__name__", "")
     if name == "requires_grad_":
         return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    return name == "__set__" and attribute == "requires_grad" and bool(args[1])
+    return bool(args[1]) if name == "__set__" and attribute == "requires_grad" else None
 
 
 def _training_refusal(args: tuple[Any, ...]) -> str:

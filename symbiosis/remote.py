@@ -106,10 +106,12 @@ class RemoteMixin(nn.Module):
         return self
 
     def restored(self) -> nn.Module:
-        """The layer that was replaced, where the stand-in is now: its device, dtype, mode and bias."""
+        """The layer that was replaced, as the stand-in is now: its device, dtype, mode and bias, and frozen or not."""
         assert self.original is not None
         original = self.original.to(self.weight.device, self.weight.dtype)
         original._parameters["bias"] = self._parameters["bias"]
+        if self.weight.frozen:
+            original.weight.requires_grad_(False)  # type: ignore[operator,union-attr]
         return original.train(self.training)
 
 

@@ -305,7 +305,7 @@ def _swap(base: nn.Module, plan: Plan, infos: Mapping[str, ModuleInfo]) -> None:
                 module,
                 entry.info.d_out if entry.info else 0,
                 required=_has_own_matrices(module),
-                lazy_only=plan.granularity == "auto",
+                gradients_by_linears=plan.granularity == "auto",
                 keep=plan.keeps_weights,
             )
 

@@ -172,7 +172,7 @@ def test_a_dtype_that_cannot_travel_is_refused_before_anything_is_sent(
 def test_an_unknown_module_is_refused_before_anything_is_sent(
     make: Callable[..., Caller], channel: FakeChannel
 ) -> None:
-    with pytest.raises(UnknownModuleError, match="'v'.*manifest"):
+    with pytest.raises(UnknownModuleError, match=r"'v'.*manifest"):
         make().call("forward", ["q", "v"], [torch.randn(3, 4)])
 
     assert channel.requests == []
@@ -246,7 +246,7 @@ def test_both_tensors_of_a_block_are_split_alike(make: Callable[..., Caller], ch
 
 def test_a_token_that_fits_no_message_says_what_to_raise(make: Callable[..., Caller], channel: FakeChannel) -> None:
     with pytest.raises(
-        MessageTooLargeError, match="one token of forward of up takes 160 bytes.*Raise max_message_bytes"
+        MessageTooLargeError, match=r"one token of forward of up takes 160 bytes.*Raise max_message_bytes"
     ):
         make(max_message_bytes=300).call("forward", ["up"], [torch.randn(1, 4)])
 

@@ -16,7 +16,7 @@ import queue
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from symbiosis.config import ServerOptions
-from symbiosis.errors import DeadlineExceededError, from_wire
+from symbiosis.errors import ConnectError, DeadlineExceededError, SymbiosisError, from_wire
 from symbiosis.flight.demo_model import LICENSE_NOTE, demo_model_path
 from symbiosis.integrations import demo_data
 from symbiosis.integrations.demo_events import Event, Failure, Progress, Result, decode
@@ -107,11 +107,12 @@ def _fine_tune(children: Children, server: Child, url: str, options: Options) ->
     results: dict[str, Result] = {}
     try:
         while len(results) < len(clients):
-            method, event = _next_event(inbox, server, {m: c for m, c in clients.items() if m not in results})
+            busy = [client for method, client in clients.items() if method not in results]
+            method, event = _next_event(inbox, [server, *busy], board.refresh)
             if isinstance(event, Progress):
                 board.show(NAMES[method], event)
             elif isinstance(event, Failure):
-                raise from_wire(event.code, f"the {NAMES[method]} client: {event.message}")
+                raise _cause(server, from_wire(event.code, f"the {NAMES[method]} client: {event.message}"))
             else:
                 results[method] = event
     finally:
@@ -127,20 +128,26 @@ def _start_client(children: Children, inbox: Inbox, method: str, url: str, optio
     )
 
 
-def _next_event(inbox: Inbox, server: Child, clients: Mapping[str, Child]) -> tuple[str, Event]:
-    """The next thing that a client says, or the error of the first process that failed."""
+def _next_event(inbox: Inbox, busy: Sequence[Child], tick: Callable[[], None]) -> tuple[str, Event]:
+    """The next thing that a client says, or the error of the first process that ended instead."""
     deadline_s = time.monotonic() + SILENCE_TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:
             return inbox.get(timeout=0.5)
         except queue.Empty:
-            for child in (server, *clients.values()):
-                if child.has_ended:  # and all it said was read: it is not coming any more
-                    raise child.failure() from None
+            tick()
+        for child in busy:
+            if child.has_ended and inbox.empty():  # all it said was read, and its result was not there
+                raise child.failure()
     raise DeadlineExceededError(
-        f"no client reported anything for {SILENCE_TIMEOUT_S:.0f} s; their logs: "
-        + ", ".join(str(client.log) for client in clients.values())
+        f"no client reported anything for {SILENCE_TIMEOUT_S:.0f} s; the logs: "
+        + ", ".join(str(child.log) for child in busy)
     )
+
+
+def _cause(server: Child, error: SymbiosisError) -> SymbiosisError:
+    """What to blame for a client's error: when the server is gone, its own reason."""
+    return server.failure() if isinstance(error, ConnectError) and server.has_ended else error
 
 
 def _ask_locally(children: Children, cache_dir: Path, adapters: Sequence[str]) -> dict[str, list[str]]:

@@ -47,6 +47,11 @@ class Board:
             line = f"  {self._label(name, progress.phase)} {progress.done:>3}/{progress.total}{loss}"
             print(line, file=self._stream, flush=True)
 
+    def refresh(self) -> None:
+        """Let the clocks of the bars go on."""
+        for bar in self._bars.values():
+            bar.refresh()
+
     def close(self) -> None:
         """Leave the bars as they stand; the next output starts below them."""
         for bar in self._bars.values():

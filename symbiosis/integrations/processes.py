@@ -65,11 +65,14 @@ class Child:
         if found := ERROR_LINE.findall(text):
             return from_wire(found[0][0], "\n".join(message for _, message in found))
         shown = [line.rpartition("\r")[2] for line in text.split("\n")]  # of a progress bar, its last state
-        lines = [line for line in shown if line.strip()][-LOG_LINES:]
-        return SymbiosisError(
-            f"{self.name} ended with exit code {self.code}; the end of its log {self.log}:\n"
-            + "\n".join(f"    {line}" for line in lines)
-        )
+        lines = [f"    {line}" for line in shown if line.strip()][-LOG_LINES:]
+        log = "\n".join([f"the end of its log {self.log}:", *lines]) if lines else f"its log {self.log} is empty"
+        return SymbiosisError(f"{self.name} {self._how_it_ended()}; {log}")
+
+    def _how_it_ended(self) -> str:
+        if self.code is not None and self.code < 0:
+            return f"was ended by {signal.Signals(-self.code).name}"
+        return f"ended with exit code {self.code}"
 
     def ask_to_end(self) -> None:
         with contextlib.suppress(ProcessLookupError):

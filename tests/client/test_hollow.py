@@ -37,14 +37,13 @@ def test_it_holds_nothing_and_shows_its_shape(weight: HollowWeight) -> None:
         lambda w: w.data,
         lambda w: w.detach(),
         lambda w: w.to("cpu"),
-        lambda w: w.clone(),
         lambda w: w.requires_grad_(False),
         copy.copy,
         copy.deepcopy,
         lambda w: pickle.loads(pickle.dumps(w)),
         lambda w: nn.Parameter(w, requires_grad=False),
     ],
-    ids=["data", "detach", "to", "clone", "requires_grad_", "copy", "deepcopy", "pickle", "Parameter"],
+    ids=["data", "detach", "to", "requires_grad_", "copy", "deepcopy", "pickle", "Parameter"],
 )
 def test_it_stays_hollow(weight: HollowWeight, change: Callable[[HollowWeight], torch.Tensor]) -> None:
     changed = change(weight)
@@ -77,6 +76,7 @@ def test_a_cast_changes_the_dtype_only(weight: HollowWeight) -> None:
         lambda w: w.data.add_(1),
         lambda w: w.copy_(torch.zeros(6, 8)),
         lambda w: torch.zeros(6, 8).copy_(w),
+        lambda w: w.clone(),
         lambda w: w.tolist(),
         lambda w: w.numpy(),
         lambda w: w.view(-1),
@@ -98,4 +98,7 @@ def test_training_is_refused(weight: HollowWeight) -> None:
             ask()
     with pytest.raises(UnsupportedMethodError, match="cannot be trained"):
         weight.requires_grad = True
+    assert not weight.frozen
     weight.requires_grad = False
+    assert weight.frozen
+    assert copy.deepcopy(weight).frozen

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import types
 import weakref
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 import symbiosis
 from symbiosis.connection import Connection
 from symbiosis.errors import ConfigError, ModelMismatchError, UnsupportedMethodError
+from symbiosis.hollow import HollowWeight
 from symbiosis.remote import RemoteLinear, RemoteMixin
 from symbiosis.wrapping import plan_of
 from tests.client.conftest import (
@@ -114,7 +117,7 @@ def test_modules_saved_in_full_are_trained_here(served: Served, connection: Conn
 def test_a_remote_layer_cannot_be_a_module_to_save(served: Served, connection: Connection) -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
 
-    with pytest.raises(UnsupportedMethodError, match=r"lm_head.*cannot be trained"):
+    with pytest.raises(UnsupportedMethodError, match=r"modules_to_save.*lm_head.*local="):
         peft.get_peft_model(connection.wrap(served.model()), config)
 
 
@@ -181,6 +184,7 @@ def test_unwrap_puts_back_what_was_kept(served: Served, connection: Connection, 
     assert connection.unwrap(model) is model
 
     assert dict(model.named_modules()) == originals
+    assert all(parameter.requires_grad for parameter in model.parameters())
     assert all("forward" not in vars(module) for module in model.modules())
     before = connection.stats().calls
     untouched(model, served, tokens)
@@ -352,14 +356,7 @@ METHODS = {
     "PiSSA": {"init_lora_weights": "pissa"},
     "PiSSA-niter": {"init_lora_weights": "pissa_niter_2"},
     "OLoRA": {"init_lora_weights": "olora"},
-    "LoftQ": {"init_lora_weights": "loftq", "loftq_config": peft.LoftQConfig(loftq_bits=4)},
 }
-
-
-@pytest.fixture(autouse=True)
-def _loftq_needs_scipy(request: pytest.FixtureRequest) -> None:
-    if "LoftQ" in request.node.name:
-        pytest.importorskip("scipy")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -389,6 +386,28 @@ def test_methods_that_need_base_weights_after_wrap(
     local = adapt(served.model(), served.config("lora"))
     remote = adapt(model, served.config("lora"))
     assert_same_step(run_step(remote, tokens()), run_step(local, tokens()))
+
+
+def test_loftq_before_wrap(served: Served, connection: Connection) -> None:
+    model = adapt(served.model(), served.config("lora"))
+    model.peft_config["default"].init_lora_weights = "loftq"  # peft itself needs bitsandbytes and a GPU for it
+
+    with pytest.raises(UnsupportedMethodError, match=r"LoftQ.*changed the base weights.*Instead, use"):
+        connection.wrap(model)
+    assert not remote_layers(model)
+
+
+def test_loftq_after_wrap(served: Served, connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("is_bnb_available", "is_bnb_4bit_available"):
+        monkeypatch.setattr(peft.utils.loftq_utils, name, lambda: True)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", types.ModuleType("bitsandbytes"))
+    monkeypatch.setattr(HollowWeight, "to", lambda self, *args, **kwargs: self, raising=False)  # to the GPU
+    model = connection.wrap(served.model())
+
+    with pytest.raises(UnsupportedMethodError, match=r"LoftQ initialisation.*Instead, use"):
+        peft.get_peft_model(
+            model, lora(init_lora_weights="loftq", loftq_config=peft.LoftQConfig(loftq_bits=4, loftq_iter=1))
+        )
 
 
 @pytest.mark.parametrize("method", ["lora", "ia3", "adalora"])

@@ -93,6 +93,14 @@ def test_a_crash_shows_the_end_of_the_log(children: Children) -> None:
     assert "12%" not in str(caught.value), "of a progress bar, only its last state"
 
 
+def test_a_killed_child_names_the_signal(children: Children) -> None:
+    with children:
+        child = started(children, "sleeper")
+        child.ask_to_end()
+        with pytest.raises(SymbiosisError, match=r"sleeper was ended by SIGTERM; its log .*sleeper\.log is empty"):
+            wait_for_end(child, 30, lambda: None)
+
+
 def test_an_error_that_our_server_prints_keeps_its_class(children: Children, tmp_path: Path) -> None:
     with children, pytest.raises(ConfigError, match=r"^no such model$"):
         wait_for_file(tmp_path / "port", children.start("refuser", "refuser"), 30, lambda: None)

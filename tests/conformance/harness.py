@@ -1,0 +1,426 @@
+"""One row of the compatibility table: a model and an adapter, remote against local.
+
+One rule: a row declares what docs/compatibility.md says of it (what stays local, what it costs, how it is refused), and
+`check` proves every word of that. Nothing is skipped: a row works, is refused by a named error, or says that it was
+not tried.
+
+Tolerances, both sides fp32. The server multiplies the same numbers, but in products of other shapes (siblings in
+one call, biases apart), and the rounding of a product depends on its shape: about 1e-7 a layer. Outputs and losses
+therefore agree to 1e-5, gradients, which add up over tokens, to 1e-4, greedy text exactly. After five steps
+of AdamW, which divides by the size of each gradient, losses agree to 1e-4.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+
+import symbiosis
+from symbiosis.connection import Connection
+from symbiosis.errors import SymbiosisError
+from symbiosis.flight.server import Server
+from symbiosis.lazy import Deferred
+from symbiosis.wrapping import plan_of
+from tests.client.conftest import difference, remote_layers
+
+OUTPUT_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+TRAINING_TOLERANCE = 1e-4  # of each loss of five steps
+TRAINING_STEPS = 5
+NEW_TOKENS = 6
+
+Batch = dict[str, Any]
+Build = Callable[[], nn.Module]
+Adapt = Callable[[nn.Module], Any]
+
+
+def lora(*targets: str, r: int = 4, **options: Any) -> Adapt:
+    """LoRA on these layers (q_proj and v_proj unless told), every matrix of it off its initial value."""
+    return adapter(lambda: peft.LoraConfig(r=r, target_modules=list(targets) or ["q_proj", "v_proj"], **options))
+
+
+def adapter(config: Callable[[], peft.PeftConfig], scale: float = 0.05) -> Adapt:
+    """get_peft_model with the same adapter each time, every parameter of it away from its initial value."""
+
+    def adapt(model: nn.Module) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            adapted = peft.get_peft_model(model, config())
+            perturb(adapted, scale)
+        return adapted
+
+    return adapt
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, scale: float = 0.05) -> None:
+    """Move every trainable parameter: at initialisation LoRA's B is zero, which hides every error in A."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(scale * torch.randn_like(parameter))
+
+
+def text_batch(model: Any) -> Batch:
+    """Two sequences of nine tokens, the second with two of padding, each token its own label."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def prompt(model: Any) -> Batch:
+    """What generation starts from: one sequence of five tokens."""
+    ids = torch.randint(3, model.config.get_text_config().vocab_size, (1, 5), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    """The loss of a model that was given labels."""
+    loss: torch.Tensor = output.loss
+    return loss
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        name: in the table; unique in its section.
+        build: the model that the server serves, the same one each time; rows that share it share a server.
+        adapt: makes a PEFT model of the client's model, before or after `wrap`.
+        client: the client's model, made from the served one; None is a copy.
+        batch: arguments of a training step, made from the client's model.
+        loss: of its output.
+        prompt: arguments of generate() beside the usual ones; None if the model does not generate.
+        orders: "wrap first", "peft first", "skeleton", "meta": the ways to make a wrapped model that this row goes.
+        local: what stays on the client, as the plan says it: folded name to reason.
+        calls: of one step with gradients (forward and backward), and of one pass without once the
+            stand-ins have learnt; None is not checked.
+        note: shown in the table.
+        refused: the error that a user gets, as a regular expression; the row is then a refusal.
+        untried: why this was not tried.
+        slow: left out of the fast tests.
+        no_gradient: substrings of the names of trainable parameters that have none, locally as well.
+        context: entered around everything on the client.
+        tolerance: multiplies all tolerances; the note says why.
+    """
+
+    name: str
+    build: Build | None = None
+    adapt: Adapt = field(default_factory=lora)
+    client: Callable[[nn.Module], nn.Module] | None = None
+    batch: Callable[[Any], Batch] = text_batch
+    loss: Callable[[Any], torch.Tensor] = own_loss
+    prompt: Callable[[Any], Batch] | None = prompt
+    orders: tuple[str, ...] = ("wrap first", "peft first", "skeleton", "meta")
+    local: Mapping[str, str] | None = None
+    calls: tuple[int, int] | None = None
+    note: str = ""
+    refused: str = ""
+    untried: str = ""
+    slow: bool = False
+    no_gradient: tuple[str, ...] = ()
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    tolerance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.build is None and not self.untried:
+            raise ValueError(f"row {self.name} has neither a model nor a reason why it was not tried")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the table."""
+
+    title: str
+    rows: tuple[Row, ...]
+    intro: str = ""
+
+
+@dataclass
+class Measured:
+    """What a row turned out to be; `check` compares it with what the row declares."""
+
+    local: dict[str, str]
+    calls: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward and backward pass gave."""
+
+    loss: float
+    outputs: dict[str, torch.Tensor] = field(repr=False)
+    gradients: dict[str, torch.Tensor] = field(repr=False)
+
+
+class Bench:
+    """The servers of the rows: one at a time, kept while rows ask for the same model."""
+
+    def __init__(self) -> None:
+        self._build: Build | None = None
+        self._base: nn.Module | None = None
+        self._server: Server | None = None
+
+    def serve(self, build: Build) -> tuple[nn.Module, str]:
+        """The model, and where it is served."""
+        if build is not self._build:
+            self.close()
+            self._base = build().eval()
+            self._server = symbiosis.serve(self._base, port=0, drain_timeout_s=2.0)
+            self._build = build
+        assert self._base is not None
+        assert self._server is not None
+        return self._base, self._server.url
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._build = self._base = self._server = None
+
+
+def check(row: Row, bench: Bench) -> Measured | None:
+    """Prove a row.
+
+    Raises:
+        AssertionError: something differs from local, or from what the row declares.
+    """
+    if row.untried:
+        return None
+    assert row.build is not None
+    base, url = bench.serve(row.build)
+    with row.context(), symbiosis.connect(url) as connection:
+        if row.refused:
+            _check_refusal(row, base, connection)
+            return None
+        return _Comparison(row, base, connection).run()
+
+
+def client_model(row: Row, base: nn.Module) -> nn.Module:
+    """The client's model, with weights of its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = copy.deepcopy(base) if row.client is None else row.client(copy.deepcopy(base))
+    return model.eval()
+
+
+def _check_refusal(row: Row, base: nn.Module, connection: Connection) -> None:
+    """Each way must end in an error of our tree, with the words that the row declares."""
+    for order in row.orders:
+        try:
+            model = make(row, base, connection, order)
+            step(row, model)
+        except SymbiosisError as error:
+            assert re.search(row.refused, str(error)), f"{order}: another message: {error}"
+        else:
+            raise AssertionError(f"{order}: not refused")
+
+
+def make(row: Row, base: nn.Module, connection: Connection, order: str) -> Any:
+    """A wrapped and adapted model, in eval mode, made one of the ways."""
+    if order == "wrap first":
+        model = row.adapt(connection.wrap(client_model(row, base)))
+    elif order == "peft first":
+        model = connection.wrap(row.adapt(client_model(row, base)))
+    elif order == "skeleton":
+        model = row.adapt(connection.load_model())
+    elif order == "meta":
+        with torch.device("meta"):
+            empty: Any = type(base)(base.config)
+        model = row.adapt(connection.wrap(empty))
+    else:
+        raise ValueError(order)
+    return model.eval()
+
+
+class _Comparison:
+    """One row, in all its ways, against the local model."""
+
+    def __init__(self, row: Row, base: nn.Module, connection: Connection) -> None:
+        self.row, self.base, self.connection = row, base, connection
+        self.local = row.adapt(client_model(row, base)).eval()
+        self.expected = step(row, self.local)
+        self.expected_outputs = outputs_of(run(row, self.local, output_hidden_states=True))
+        self.expected_text = generate(row, self.local)
+        for name, gradient in self.expected.gradients.items():
+            assert gradient.abs().max() > 0, f"{name} has no gradient, so it proves nothing"
+
+    def run(self) -> Measured:
+        measured = None
+        for number, order in enumerate(self.row.orders):
+            try:
+                found = self._way(order, thorough=number == 0)
+            except AssertionError as error:
+                raise AssertionError(f"{self.row.name}, {order}: {error}") from error
+            measured = measured or found
+        assert measured is not None
+        if self.row.local is not None:
+            assert measured.local == dict(self.row.local), f"{self.row.name} keeps on the client: {measured.local}"
+        if self.row.calls is not None:
+            assert measured.calls == self.row.calls, f"{self.row.name} makes {measured.calls} calls"
+        return measured
+
+    def _way(self, order: str, thorough: bool) -> Measured:
+        model = make(self.row, self.base, self.connection, order)
+        # The first pass learns which layers share calls, the second uses it.
+        for _ in range(2):
+            training_calls = self._counted(lambda: self._same_step(model))
+        for _ in range(3):
+            passing_calls = self._counted(lambda: self._same_outputs(model))
+        self._same_hidden_states(model)
+        self._same_step(model)  # nothing of the passes without gradients may reach one with them
+        assert training_calls > 0
+        assert passing_calls > 0
+        if self.row.prompt is not None:
+            self._same_text(model)
+        self._holds_no_base(model)
+        if thorough:
+            self._same_training(model)
+        plan = plan_of(model)
+        assert plan is not None
+        stays = {name: why for where, name, _, why in plan.rows() if where == "local"}
+        return Measured(stays, (training_calls, passing_calls))
+
+    def _counted(self, act: Callable[[], None]) -> int:
+        before = self.connection.stats()
+        act()
+        return (self.connection.stats() - before).calls
+
+    def _same_step(self, model: Any) -> None:
+        found = step(self.row, model)
+        same_number("loss", found.loss, self.expected.loss, OUTPUT_TOLERANCE * self.row.tolerance)
+        same_tensors(found.outputs, self.expected.outputs, OUTPUT_TOLERANCE * self.row.tolerance)
+        same_tensors(found.gradients, self.expected.gradients, GRADIENT_TOLERANCE * self.row.tolerance)
+
+    def _same_outputs(self, model: Any) -> None:
+        output = run(self.row, model)
+        assert not any(isinstance(value, Deferred) for _, value in leaves(output)), "a user got a deferred result"
+        same_tensors(outputs_of(output), self.expected.outputs, OUTPUT_TOLERANCE * self.row.tolerance)
+
+    def _same_hidden_states(self, model: Any) -> None:
+        for _ in range(2):
+            found = outputs_of(run(self.row, model, output_hidden_states=True))
+            same_tensors(found, self.expected_outputs, OUTPUT_TOLERANCE * self.row.tolerance)
+
+    def _same_text(self, model: Any) -> None:
+        for _ in range(2):
+            found = generate(self.row, model)
+            assert torch.equal(found, self.expected_text), f"generated {found.tolist()}, not {self.expected_text.tolist()}"
+
+    def _same_training(self, model: Any) -> None:
+        local = copy.deepcopy(self.local)
+        there, here = train(self.row, model), train(self.row, local)
+        for got, expected in zip(there, here, strict=True):
+            same_number("loss in training", got, expected, TRAINING_TOLERANCE * self.row.tolerance)
+        assert abs(here[0] - here[-1]) > 10 * TRAINING_TOLERANCE * abs(here[0]), "the loss must move to say something"
+        # The adapters have changed: what was learnt about calls must not remember the old ones.
+        expected_outputs = outputs_of(run(self.row, local))
+        for _ in range(2):
+            same_tensors(outputs_of(run(self.row, model)), expected_outputs, 10 * TRAINING_TOLERANCE * self.row.tolerance)
+
+    def _holds_no_base(self, model: nn.Module) -> None:
+        layers = remote_layers(model)
+        for layer in layers:
+            assert layer.weight.numel() == 0, f"{layer.layer.name} has elements"
+            assert layer.weight.untyped_storage().nbytes() == 0, f"{layer.layer.name} has storage"
+        remote = [entry for entry in plan_of(model).remote if entry.info is not None]  # type: ignore[union-attr]
+        assert remote
+        heaviest = max(remote, key=lambda entry: entry.info.parameters if entry.info else 0)
+        held = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad}
+        local = Counter(name for name in held if heaviest.name in name)
+        matrices = [n for n in local if held[n] >= (heaviest.info.parameters if heaviest.info else 0)]
+        assert not matrices, f"{matrices} are still here"
+
+
+def step(row: Row, model: Any) -> Step:
+    """One forward and backward pass in eval mode."""
+    model.zero_grad()
+    output = model(**row.batch(_base(model)))
+    loss = row.loss(output)
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not any(part in name for part in row.no_gradient):
+            assert parameter.grad is not None, f"{name} has no gradient"
+            gradients[name] = parameter.grad.clone()
+    assert gradients, "nothing is trained"
+    return Step(loss.item(), outputs_of(output), gradients)
+
+
+@torch.no_grad()
+def run(row: Row, model: Any, **options: Any) -> Any:
+    """One pass without gradients."""
+    return model(**{**row.batch(_base(model)), **options})
+
+
+@torch.no_grad()
+def generate(row: Row, model: Any) -> torch.Tensor:
+    """Greedy text; empty if the row does not generate."""
+    if row.prompt is None:
+        return torch.empty(0)
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    text: torch.Tensor = model.generate(**{**options, **row.prompt(_base(model))})
+    return text
+
+
+def train(row: Row, model: Any) -> list[float]:
+    """The loss of each of five steps of AdamW in training mode, dropout and all."""
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+    losses = []
+    with torch.random.fork_rng(devices=[]):
+        for number in range(TRAINING_STEPS):
+            torch.manual_seed(100 + number)
+            optimizer.zero_grad()
+            loss = row.loss(model(**row.batch(_base(model))))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def leaves(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model's output but its caches, by path."""
+    if isinstance(output, torch.Tensor):
+        yield path, output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            if "past_key_values" not in key and "cache" not in key:
+                yield from leaves(value, f"{path}.{key}" if path else key)
+    elif isinstance(output, (tuple, list)):
+        for number, value in enumerate(output):
+            yield from leaves(value, f"{path}.{number}" if path else str(number))
+
+
+def outputs_of(output: Any) -> dict[str, torch.Tensor]:
+    """Floating-point outputs by path, as plain tensors."""
+    return {path: value.detach().clone() for path, value in leaves(output) if value.is_floating_point()}
+
+
+def same_number(what: str, got: float, expected: float, tolerance: float) -> None:
+    assert abs(got - expected) <= tolerance * abs(expected), f"{what} is {got!r}, not {expected!r}"
+
+
+def same_tensors(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float) -> None:
+    assert got.keys() == expected.keys(), f"{sorted(got.keys() ^ expected.keys())} only on one side"
+    for name, value in expected.items():
+        assert torch.isfinite(value).all(), f"{name} is not finite locally"
+        assert got[name].shape == value.shape, f"{name} is {tuple(got[name].shape)}, not {tuple(value.shape)}"
+        assert type(got[name]) is type(value), f"{name} is a {type(got[name])}"
+        far = difference(got[name], value)
+        assert far <= tolerance, f"{name} is {far:.1e} away, {tolerance:.0e} is allowed"
