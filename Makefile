@@ -10,6 +10,8 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?=
 # Extra words for the demo: make demo DEMO_ARGS=--help
 DEMO_ARGS  ?=
+# Extra words for the benchmark: make bench BENCH_ARGS=--help
+BENCH_ARGS ?=
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -49,7 +51,7 @@ format: $(STAMPS)/dev ## rewrite the code as `make check` wants it
 	$(BIN)/python -m ruff format .
 
 bench: $(STAMPS)/demo ## a wrapped client against the local model, measured in one run
-	$(BIN)/python benchmarks/remote_vs_local.py
+	$(BIN)/python -m benchmarks run --quick --out bench.json $(BENCH_ARGS)
 
 clean: ## remove the environment and all caches (the demo model in the user cache stays)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -12,15 +12,35 @@ import torch
 from torch import nn
 
 QV = ["q_proj", "v_proj"]
+KV = ["k_proj", "v_proj"]
 QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*QKVO, "gate_proj", "up_proj", "down_proj"]
-TASK = {"task_type": "CAUSAL_LM"}
+PROMPT = {"num_virtual_tokens": 8}
 
-# Twenty different ways to fine-tune one base, for the row `adapters`.
-TWENTY = (
-    *("lora", "lora-r2", "lora-r32", "lora-all", "lora-dropout", "rslora", "lora-plus-bias", "ia3", "ia3-all", "adalora"),
-    *("vera", "loha", "lokr", "oft", "boft", "fourierft", "c3a", "prompt", "prefix", "p-tuning"),
-)
+# Short name -> config class of peft, and what it is given.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("LoraConfig", {"r": 8, "target_modules": QV}),
+    "lora-r2": ("LoraConfig", {"r": 2, "target_modules": QKVO}),
+    "lora-r32": ("LoraConfig", {"r": 32, "target_modules": QV}),
+    "lora-all": ("LoraConfig", {"r": 8, "target_modules": ALL}),
+    "lora-dropout": ("LoraConfig", {"r": 8, "target_modules": QV, "lora_dropout": 0.1}),
+    "lora-bias": ("LoraConfig", {"r": 8, "target_modules": QV, "lora_bias": True}),
+    "rslora": ("LoraConfig", {"r": 16, "target_modules": QV, "use_rslora": True}),
+    "ia3": ("IA3Config", {"target_modules": KV, "feedforward_modules": []}),
+    "ia3-all": ("IA3Config", {"target_modules": [*KV, "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "adalora": ("AdaLoraConfig", {"init_r": 6, "target_r": 4, "tinit": 400, "total_step": 9999, "target_modules": QV}),
+    "vera": ("VeraConfig", {"r": 64, "target_modules": ["q_proj", "o_proj"]}),
+    "randlora": ("RandLoraConfig", {"r": 16, "target_modules": QV}),
+    "road": ("RoadConfig", {"target_modules": QV}),
+    "oft": ("OFTConfig", {"r": 0, "oft_block_size": 32, "target_modules": QV}),
+    "boft": ("BOFTConfig", {"boft_block_size": 16, "target_modules": QV}),
+    "fourierft": ("FourierFTConfig", {"n_frequency": 500, "target_modules": QV}),
+    "c3a": ("C3AConfig", {"block_size": 64, "target_modules": QV}),
+    "prompt": ("PromptTuningConfig", PROMPT),
+    "prefix": ("PrefixTuningConfig", PROMPT),
+    "p-tuning": ("PromptEncoderConfig", {**PROMPT, "encoder_hidden_size": 128}),
+}
+TWENTY = tuple(METHODS)  # for the row `adapters`
 
 
 def config(method: str) -> Any:
@@ -31,39 +51,16 @@ def config(method: str) -> Any:
     """
     import peft
 
-    makers: dict[str, Any] = {
-        "lora": lambda: peft.LoraConfig(r=8, target_modules=QV, **TASK),
-        "lora-r2": lambda: peft.LoraConfig(r=2, target_modules=QKVO, **TASK),
-        "lora-r32": lambda: peft.LoraConfig(r=32, target_modules=QV, **TASK),
-        "lora-all": lambda: peft.LoraConfig(r=8, target_modules=ALL, **TASK),
-        "lora-dropout": lambda: peft.LoraConfig(r=8, target_modules=QV, lora_dropout=0.1, **TASK),
-        "rslora": lambda: peft.LoraConfig(r=16, target_modules=QV, use_rslora=True, **TASK),
-        "lora-plus-bias": lambda: peft.LoraConfig(r=8, target_modules=QV, lora_bias=True, **TASK),
-        "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], **TASK),
-        "ia3-all": lambda: peft.IA3Config(
-            target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], **TASK
-        ),
-        "adalora": lambda: peft.AdaLoraConfig(init_r=6, target_r=4, total_step=1000, target_modules=QV, **TASK),
-        "vera": lambda: peft.VeraConfig(r=64, target_modules=["q_proj", "o_proj"], **TASK),
-        "loha": lambda: peft.LoHaConfig(r=4, target_modules=QV, **TASK),
-        "lokr": lambda: peft.LoKrConfig(r=4, target_modules=QV, **TASK),
-        "oft": lambda: peft.OFTConfig(r=0, oft_block_size=32, target_modules=QV, **TASK),
-        "boft": lambda: peft.BOFTConfig(boft_block_size=16, target_modules=QV, **TASK),
-        "fourierft": lambda: peft.FourierFTConfig(n_frequency=500, target_modules=QV, **TASK),
-        "c3a": lambda: peft.C3AConfig(block_size=64, target_modules=QV, **TASK),
-        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=8, **TASK),
-        "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=8, **TASK),
-        "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=8, encoder_hidden_size=128, **TASK),
-    }
-    return makers[method]()
+    kind, fields = METHODS[method]
+    return getattr(peft, kind)(task_type="CAUSAL_LM", **fields)
 
 
-def attach(model: nn.Module, method: str, seed: int) -> nn.Module:
+def attach(model: Any, method: str, seed: int) -> nn.Module:
     """The model with a perturbed adapter of that method."""
     import peft
 
     torch.manual_seed(seed)
-    adapted: nn.Module = peft.get_peft_model(model, config(method))  # type: ignore[arg-type]
+    adapted: nn.Module = peft.get_peft_model(model, config(method))
     perturb(adapted, seed)
     return adapted
 

@@ -59,18 +59,18 @@ def _build_llama(shape: dict[str, int], folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config: Any = LlamaConfig(
-        vocab_size=VOCABULARY,
-        num_key_value_heads=4,
-        head_dim=shape["hidden_size"] // shape["num_attention_heads"],
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
+    fields: dict[str, Any] = {
         **shape,
-    )
+        "vocab_size": VOCABULARY,
+        "num_key_value_heads": 4,
+        "head_dim": shape["hidden_size"] // shape["num_attention_heads"],
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
     torch.manual_seed(0)
     # Untrained logits are nearly equal everywhere, and greedy text would hang on rounding: a larger head
     # spreads them as a trained one does.
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(LlamaConfig(**fields)).bfloat16()
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
     part = folder.with_suffix(".part")

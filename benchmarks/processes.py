@@ -114,6 +114,17 @@ class Client(Process):
         self.kind = kind
         self.bare_bytes = 0
         self._buffer = b""
+        self._ready = False
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has imported what it needs.
+
+        Raises:
+            BenchmarkError: it ended, or took too long.
+        """
+        if not self._ready:
+            self.answer(START_TIMEOUT_S)
+            self._ready = True
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """One command and its answer.
@@ -182,10 +193,9 @@ class Stage:
             self._children.append(client)
             started.append(client)
             if len(started) % (os.cpu_count() or 1) == 0:
-                client.answer(START_TIMEOUT_S)
-                client._buffer = b'{"ready": 0}\n' + client._buffer
+                client.wait_until_ready()
         for client in started:
-            client.answer(START_TIMEOUT_S)
+            client.wait_until_ready()
         return started
 
     def end(self, children: Iterable[Process]) -> None:

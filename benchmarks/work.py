@@ -43,7 +43,7 @@ class Trainer:
         self._model.train()
         self._steps += 1
         loss = self._loss()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._optimizer.step()
         self._after_step()
         self._optimizer.zero_grad()
@@ -53,7 +53,7 @@ class Trainer:
         """Loss, and the norm of every trainable parameter's gradient; nothing is changed."""
         self._model.train()
         loss = self._loss()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norms = [0.0 if p.grad is None else p.grad.float().norm().item() for p in self._trained]
         self._optimizer.zero_grad()
         return loss.item(), norms

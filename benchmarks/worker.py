@@ -9,7 +9,7 @@ bare imports. It ends when its stdin does, and so never outlives the driver.
 from __future__ import annotations
 
 import dataclasses
-import gc
+import importlib
 import json
 import os
 import sys
@@ -38,8 +38,9 @@ class Worker:
         self._model: Any = None
         self._work: dict[str, Any] = {}
         self._events: list[Any] = []
+        self._first_values: dict[str, Any] = {}
         if kind == "wrapped":
-            import symbiosis.connection
+            importlib.import_module("symbiosis.connection")
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -64,6 +65,8 @@ class Worker:
 
             base = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype)
         self._model = adapters.attach(base, method, seed)
+        trained = ((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
+        self._first_values = {name: p.detach().clone() for name, p in trained}
         return {}
 
     def prepare(self, sequences: int, length: int, prompt: int, new: int, seed: int) -> Answer:
@@ -77,11 +80,11 @@ class Worker:
         self._work |= {"tokens": generator.tokens, "text": generator.text, "gradients": trainer.gradients}
         return {}
 
-    def restart(self, method: str, seed: int) -> Answer:
+    def restart(self) -> Answer:
         """Give the adapter its first values again."""
-        from benchmarks import adapters
-
-        self._model = adapters.attach(self._model.unload(), method, seed)
+        for name, parameter in self._model.named_parameters():
+            if name in self._first_values:
+                parameter.data.copy_(self._first_values[name])
         return {}
 
     def threads(self, count: int) -> Answer:
@@ -155,11 +158,6 @@ class Worker:
     def plan(self) -> Answer:
         """What runs where, as the connection shows it."""
         return {"plan": str(self._connection.plan), "transport": self._transport()}
-
-    def collect(self) -> Answer:
-        """Free what can be freed, before memory is read."""
-        gc.collect()
-        return {}
 
     # --- helpers ----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ of the method and what to use instead. Whatever slips through meets the trap of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -52,11 +52,17 @@ def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         pending.extend(reversed(inside))
 
 
-def refuse_weight_readers(model: nn.Module) -> None:
-    """Refuse adapters that are already there and need base weights.
+def refuse_weight_readers(model: nn.Module, remote: Collection[nn.Module], reveals: bool = False) -> None:
+    """Refuse adapters that are already there and need the base weights of layers that are to go.
+
+    Args:
+        model: a PeftModel; any other passes.
+        remote: the base layers that are to go.
+        reveals: whether the server may see values of adapters.
 
     Raises:
-        UnsupportedMethodError: DoRA, an initialisation that changed the base weights, a merged adapter.
+        UnsupportedMethodError: an initialisation that changed the base weights, a merged adapter, or DoRA where the
+            adapter is not to be revealed.
     """
     for adapter, config in _configs(model):
         init = str(getattr(config, "init_lora_weights", "")).lower()
@@ -67,15 +73,37 @@ def refuse_weight_readers(model: nn.Module) -> None:
                     f"has the original ones. Instead, {USE_INSTEAD}"
                 )
     for name, module in model.named_modules():
-        if any(getattr(module, "use_dora", {}).values() if isinstance(getattr(module, "use_dora", None), dict) else ()):
-            raise UnsupportedMethodError(
-                f"{name} uses DoRA, which reads the norms of the base weights in every step. Instead, {USE_INSTEAD}"
-            )
-        if getattr(module, "merged_adapters", None):
-            raise UnsupportedMethodError(
-                f"{name} has merged adapters {module.merged_adapters}, so its base weight is not the server's; "
-                "call model.unmerge_adapter() before wrap()"
-            )
+        base_layer = getattr(module, "get_base_layer", None)
+        if callable(base_layer) and base_layer() in remote:
+            _refuse_layer(name, module, reveals)
+
+
+def _refuse_layer(name: str, module: nn.Module, reveals: bool) -> None:
+    if not reveals and _uses_dora(module):
+        raise UnsupportedMethodError(
+            f"{name} uses DoRA, which needs the norms of base weights plus adapter in every step. The server can "
+            "compute them, but only from values of the adapter, which it would then see. Instead, use LoRA or rsLoRA "
+            "(use_dora=False), or allow that: symbiosis.connect(url, reveal_adapter=True)"
+        )
+    if getattr(module, "merged_adapters", None):
+        raise UnsupportedMethodError(
+            f"{name} has merged adapters {module.merged_adapters}, so its base weight is not the server's; "
+            "call model.unmerge_adapter() before wrap()"
+        )
+
+
+def changed_by_adapter(name: str) -> UnsupportedMethodError:
+    """The refusal of a base weight that is another than the server's, where those without adapters are the same."""
+    return UnsupportedMethodError(
+        f"the base weight of {name} is not the server's, and an adapter is on it: making the adapter changed it, as "
+        "PiSSA, OLoRA, LoRA-GA or KaSA do, or it was merged. The server computes with the original. Instead, "
+        f"{USE_INSTEAD}"
+    )
+
+
+def _uses_dora(module: nn.Module) -> bool:
+    used = getattr(module, "use_dora", None)
+    return isinstance(used, dict) and any(used.values())
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, object]]:

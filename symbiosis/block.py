@@ -1,13 +1,14 @@
-"""RemoteBlock: a whole frozen sub-module (an MLP, a mixture of experts) in one call.
+"""RemoteBlock: a whole frozen sub-module (an MLP, a mixture of experts) in one call; RemoteExperts: experts alone.
 
 One rule: the block is computed whole only while nothing of the client's is inside. An adapter, a hook, a
 module put in by hand, a trained or changed parameter, or active dropout, added at any time, sends the
-call through the module's own forward, and so through its remote linears.
+call through the module's own forward, and so through its remote linears and experts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from symbiosis.flight.protocol import Step
 from symbiosis.hollow import HollowWeight, keep_out_of_checkpoints
 from symbiosis.lazy import defer, deferring, fits, value_of
 from symbiosis.sharing import Remote, SharedInputs, owned
+from symbiosis.unchanged import Unchanged
 
 
 class _Block(torch.autograd.Function):
@@ -50,7 +52,7 @@ class RemoteBlock:
         module: the sub-module, whose linears are remote layers already.
         width: last dimension of its output.
         gradients_by_linears: not whole where a gradient will be asked for: recomputing costs more GEMMs.
-        required: the block has no other way (experts that are not linears); its weights become hollow.
+        required: the block has no other way (matrices that are no linears); its weights become hollow.
         keep: keep those weights, so that `restore` can put them back.
     """
 
@@ -76,31 +78,34 @@ class RemoteBlock:
         self._own_forward = type(module).forward
         self._kept: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._structure = _structure(module)
-        self._values: dict[str, torch.Tensor] = {}
         if required:
             self._hollow_out(keep)
         self.remember()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.gradients_by_linears and not self.required and torch.is_grad_enabled() and x.requires_grad:
             return self._own_forward(self._module, x, *args, **kwargs)
         reason = self.reason_against() if not (args or kwargs) else "it was called with more than its input"
         if reason and self.required:
-            raise UnsupportedMethodError(
-                f"block {self.name} is computed whole on the server, but {reason}; remove that, or use "
-                "wrap(local=[...]) to keep the block here"
-            )
+            self._refuse(reason)
         if reason:
             return self._own_forward(self._module, x, *args, **kwargs)
         if self.lazy and deferring() and not self._module.training and not x.is_inference() and fits(x):
             return defer(self._deferrals, Step("call", (self.name,), ()), x, self._width, looked_at=self._be_eager)
-        x = value_of(x)
+        return self._call(value_of(x))
+
+    def _call(self, x: torch.Tensor) -> Any:
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):
             x = x.to(torch.get_autocast_dtype(device_type))
         return _Block.apply(x, self._remote, self.name)  # type: ignore[no-untyped-call]
 
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+    def _refuse(self, reason: str) -> NoReturn:
+        raise UnsupportedMethodError(
+            f"block {self.name} is computed whole on the server, but {reason}; remove that, or use "
+            "wrap(local=[...]) to keep the block here"
+        )
 
     def _be_eager(self) -> None:
         self.lazy = False
@@ -120,7 +125,7 @@ class RemoteBlock:
 
     def remember(self) -> None:
         """Take the values of the parameters that the client holds (biases) for those of the server."""
-        self._values = {name: p.detach().clone() for name, p in self._held() if p.device.type != "meta"}
+        self._values = Unchanged(self._held())
 
     def restore(self) -> None:
         """Undo all that was done to the module."""
@@ -135,10 +140,8 @@ class RemoteBlock:
         for name, parameter in self._held():
             if parameter.requires_grad and torch.is_grad_enabled():
                 return f"{name} may be trained here"
-            value = self._values.get(name)
-            if value is None or not torch.equal(value.to(parameter), parameter):
-                return f"{name} has another value than on the server"
-        return ""
+        name = self._values.changed(self._held())
+        return f"{name} has another value than on the server" if name else ""
 
     def _hollow_out(self, keep: bool) -> None:
         for path, child in base_modules(self._module):
@@ -152,6 +155,29 @@ class RemoteBlock:
                 child._parameters[key] = HollowWeight(parameter.shape, parameter.dtype, "cpu", name)
             if matrices:
                 keep_out_of_checkpoints(child)
+
+
+class RemoteExperts(RemoteBlock):
+    """Experts without their router, which is small and runs here: its logits, losses and adapters are the client's.
+
+    The choice travels beside the tokens, as a weight for each expert: [..., d] and [..., number of experts].
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if reason := self.reason_against():
+            self._refuse(reason)
+        given = inspect.signature(self._own_forward).bind(self._module, *args, **kwargs).arguments
+        _, x, index, weights = given.values()  # [..., d], [..., chosen], [..., chosen]
+        x = value_of(x)
+        # One more than there are experts: some routers write that number for "none".
+        dense = weights.new_zeros(*weights.shape[:-1], self._experts + 1).scatter(-1, index, weights)
+        return self._call(torch.cat([x, dense[..., :-1].to(x.dtype)], dim=-1))
+
+    @property
+    def _experts(self) -> int:
+        """How many there are: the first dimension of their matrices."""
+        return next(p.ds_shape[0] for p in self._module.parameters() if isinstance(p, HollowWeight))
 
 
 def _structure(module: nn.Module) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,8 @@ from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, Message
 from symbiosis.flight.protocol import Error, ModuleInfo, Reply, Request, Step, TensorSpec
 from symbiosis.telemetry import CallEvent, EventBus
+
+Norms = tuple[torch.Tensor, torch.Tensor]
 
 
 class Caller:
@@ -29,6 +31,7 @@ class Caller:
         bus: gets a CallEvent per message.
         max_message_bytes: limit of one message in either direction.
         timeout_s: how long one call may take.
+        weight_norms: fetches the norms of all weights, by module, when they are first asked for.
     """
 
     def __init__(
@@ -38,7 +41,10 @@ class Caller:
         bus: EventBus,
         max_message_bytes: int,
         timeout_s: float,
+        weight_norms: Callable[[], Mapping[str, Norms]] = dict,
     ) -> None:
+        self._fetch_weight_norms = weight_norms
+        self._weight_norms: Mapping[str, Norms] | None = None
         self._channel = channel
         self._modules = modules
         self._bus = bus
@@ -85,10 +91,18 @@ class Caller:
         """
         widths = self._segment_widths(steps, [tensor.shape[1] for tensor in tensors])
         expected = [widths[output] for output in outputs]
-        step = self._fitting(tensors, sum(expected), f"a segment of {len(steps)} steps")
+        step = self._fitting(tensors, max(sum(expected), *widths), f"a segment of {len(steps)} steps")
         parts = zip(*(tensor.split(step) if tensor.shape[0] else (tensor,) for tensor in tensors), strict=True)
         sent = [self._exchange("segment", (), part, expected, tuple(steps), tuple(outputs)) for part in parts]
         return sent[0] if len(sent) == 1 else [torch.cat(column) for column in zip(*sent, strict=True)]
+
+    def weight_norms(self, module: str) -> Norms:
+        """Norms of the columns [d_in] and of the rows [d_out] of a linear's weight, float32, on the CPU."""
+        if self._weight_norms is None:
+            self._weight_norms = self._fetch_weight_norms()
+        if module not in self._weight_norms:
+            raise UnknownModuleError(f"the server publishes no norms of {module!r}")
+        return self._weight_norms[module]
 
     def _segment_widths(self, steps: Sequence[Step], widths: list[int]) -> list[int]:
         for step in steps:

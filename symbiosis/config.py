@@ -164,6 +164,10 @@ class ClientOptions(Options):
     lm_head: Literal["auto", "local", "remote"] = Field(
         default="auto", description="Where the output head runs; auto = local if tied to the embedding."
     )
+    reveal_adapter: bool = Field(
+        default=False,
+        description="Let the server see values of adapters where a method needs that: DoRA shows the row space of A.",
+    )
     token: Token = None
 
 

@@ -43,13 +43,14 @@ def connect(
     max_message_bytes: int | None = None,
     max_streams: int | None = None,
     lm_head: Place | None = None,
+    reveal_adapter: bool | None = None,
 ) -> Connection:
     """Connect to a base-model server and agree on the model.
 
     Args:
         url: `grpc://HOST:PORT`, as the server prints it.
         token: refused in this version, since there is no authentication yet.
-        request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, lm_head: as in
+        request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, lm_head, reveal_adapter: as in
             `symbiosis.config.ClientOptions`; what is not given is read from SYMBIOSIS_CLIENT_* variables.
 
     Raises:
@@ -64,6 +65,7 @@ def connect(
         "max_message_bytes": max_message_bytes,
         "max_streams": max_streams,
         "lm_head": lm_head,
+        "reveal_adapter": reveal_adapter,
     }
     options = load_client_options(explicit)
     channel = FlightChannel(url, max_streams=options.max_streams)
@@ -102,6 +104,7 @@ class Connection:
             self.bus,
             min(options.max_message_bytes or self.manifest.max_message_bytes, self.manifest.max_message_bytes),
             options.request_timeout_s,
+            self._weight_norms,
         )
 
     # --- models -----------------------------------------------------------------------------------
@@ -145,6 +148,7 @@ class Connection:
             local=local,
             keep_weights=keep_weights,
             verify=verify,
+            reveals=self.options.reveal_adapter,
         )
         self._fill(base_of(model))
         return model
@@ -280,6 +284,18 @@ class Connection:
             for chunk in self._download("parameters"):
                 yield chunk
                 bar.update(len(chunk[3]))
+
+    def _weight_norms(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Of each linear, the norms of its columns [d_in] and of its rows [d_out]."""
+        content: dict[str, bytes] = {}
+        for name, _, _, data in self._download("weight_norms"):
+            content[name] = content.get(name, b"") + bytes(data)
+        widths = {i.name: [i.d_in, i.d_out] for i in self.manifest.modules if i.kind in ("linear", "conv1d")}
+        for name, (d_in, d_out) in widths.items():
+            if len(content.get(name, b"")) != 4 * (d_in + d_out):
+                raise ProtocolError(f"the server sent {len(content.get(name, b''))} bytes of norms of {name}")
+        both = {name: torch.frombuffer(bytearray(content[name]), dtype=torch.float32) for name in widths}
+        return {name: both[name].split(width) for name, width in widths.items()}
 
     def _published_files(self) -> dict[str, bytes]:
         if self._files is None:

@@ -18,161 +18,29 @@ Rejected: a branch per peft method, each with its own way around the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import reduce
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from symbiosis.advice import refusal
 from symbiosis.errors import UnsupportedMethodError
-
-
-class Operator(Protocol):
-    """A frozen weight [d_out, d_in] that is somewhere else."""
-
-    name: str
-    reveals: bool  # whether adapter values may be sent as if they were activations
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., d_in] -> [..., d_out], differentiable."""
-
-    def grad_input(self, y: torch.Tensor) -> torch.Tensor:
-        """[..., d_out] -> [..., d_in], differentiable."""
-
-    def norms(self, dim: int) -> torch.Tensor:
-        """Over dim 1: of the rows, [d_out]; over dim 0: of the columns, [d_in]."""
-
-    def inner(self, delta: torch.Tensor) -> torch.Tensor:
-        """<D_o, W_o> for each row o of a D [d_out, d_in] of low rank; [d_out]."""
-
-
-# --- what an expression is made of ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Weight:
-    """The frozen weight, or its transpose."""
-
-    operator: Operator
-    flipped: bool = False
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        d_out, d_in = self.operator.shape
-        return (d_in, d_out) if self.flipped else (d_out, d_in)
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return self.operator.grad_input(x) if self.flipped else self.operator.forward(x)
-
-    def transposed(self) -> Weight:
-        return Weight(self.operator, not self.flipped)
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A matrix that is here, dense or sparse."""
-
-    value: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.value.shape[0], self.value.shape[1])
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        value = self.value.to(x.dtype)
-        if not value.is_sparse:
-            return functional.linear(x, value)
-        flat = torch.sparse.mm(value, x.reshape(-1, x.shape[-1]).t()).t()  # [N, out]
-        return flat.reshape(*x.shape[:-1], value.shape[0])
-
-    def transposed(self) -> Dense:
-        return Dense(self.value.t())
-
-
-@dataclass(frozen=True)
-class Diagonal:
-    """diag(vector), or a multiple of the identity where the vector has one element."""
-
-    vector: torch.Tensor
-    size: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.size, self.size)
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.vector.to(x.dtype)
-
-    def transposed(self) -> Diagonal:
-        return self
-
-
-@dataclass(frozen=True)
-class Product:
-    """first @ second"""
-
-    first: Node
-    second: Node
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.first.shape[0], self.second.shape[1])
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first.apply(self.second.apply(x))
-
-    def transposed(self) -> Product:
-        return Product(self.second.transposed(), self.first.transposed())
-
-
-@dataclass(frozen=True)
-class Sum:
-    """The sum of its terms, all of one shape."""
-
-    terms: tuple[Node, ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.terms[0].shape
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]: x @ selfᵀ, as of every node."""
-        return reduce(torch.add, (term.apply(x) for term in self.terms))
-
-    def transposed(self) -> Sum:
-        return Sum(tuple(term.transposed() for term in self.terms))
-
-
-Node = Weight | Dense | Diagonal | Product | Sum
-
-
-def _leaves(node: Node) -> Iterator[Weight | Dense | Diagonal]:
-    if isinstance(node, Product):
-        yield from (*_leaves(node.first), *_leaves(node.second))
-    elif isinstance(node, Sum):
-        for term in node.terms:
-            yield from _leaves(term)
-    else:
-        yield node
-
-
-def _mapped(node: Node, change: Callable[[torch.Tensor], torch.Tensor]) -> Node:
-    """The same expression with every tensor that is here changed."""
-    if isinstance(node, Dense):
-        return Dense(change(node.value))
-    if isinstance(node, Diagonal):
-        return Diagonal(change(node.vector), node.size)
-    if isinstance(node, Product):
-        return Product(_mapped(node.first, change), _mapped(node.second, change))
-    return Sum(tuple(_mapped(term, change) for term in node.terms)) if isinstance(node, Sum) else node
-
+from symbiosis.matrix import (
+    Dense,
+    Diagonal,
+    Node,
+    Product,
+    Select,
+    Sum,
+    Weight,
+    check_reveals,
+    leaves,
+    mapped,
+    name_of,
+    terms_of,
+)
+from symbiosis.row_norms import row_norms
 
 # --- the tensor that stands for it --------------------------------------------------------------------
 
@@ -192,20 +60,22 @@ class Expression(torch.Tensor):
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Expression(shape={tuple(self.node.shape)}, of {_name(self.node)}, held by the server)"
+        return f"Expression(shape={tuple(self.node.shape)}, of {name_of(self.node)}, held by the server)"
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(kind, "as_expression") for kind in types):
+            return NotImplemented  # its own handler turns it into an expression, and comes back
         kwargs = kwargs or {}
-        rule = RULES.get(getattr(func, "__name__", ""))
+        operation = operation_of(func)
+        rule = RULES.get(operation)
         if rule is not None and (result := rule(*args, **kwargs)) is not NotImplemented:
             return result
-        if _only_asks(func):
+        if operation in QUESTIONS or operation.startswith("."):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        operation = getattr(func, "__name__", str(func))
         args, kwargs = pytree.tree_map_only(Expression, lambda e: value_of(e, operation), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -218,11 +88,6 @@ class Expression(torch.Tensor):
         return func(*values[0], **values[1])
 
 
-def expression_of(operator: Operator, flipped: bool, dtype: torch.dtype, device: torch.device) -> Expression:
-    """The weight itself, as an expression; flipped where it is stored as [d_in, d_out]."""
-    return Expression(Weight(operator, flipped), dtype, device)
-
-
 def value_of(expression: Expression, operation: str) -> torch.Tensor:
     """The value of a matrix that is thinner than the weight, [out, in]; its own values are sent for that.
 
@@ -230,36 +95,28 @@ def value_of(expression: Expression, operation: str) -> torch.Tensor:
         UnsupportedMethodError: it is not thinner, or the server may not see adapter values.
     """
     node = expression.node
-    weights = [leaf.operator for leaf in _leaves(node) if isinstance(leaf, Weight)]
-    if not all(min(node.shape) < min(operator.shape) for operator in weights):
-        raise UnsupportedMethodError(refusal(operation, _name(node)))
-    _check_reveals(node, operation)
+    weights = [leaf.operator for leaf in leaves(node) if isinstance(leaf, Weight)]
+    whole = not any(isinstance(leaf, Select) for leaf in leaves(node))  # rows of W are no product with it
+    if not whole or not all(min(node.shape) < min(operator.shape) for operator in weights):
+        raise UnsupportedMethodError(refusal(operation, name_of(node)))
+    check_reveals(node, operation)
     rows, columns = node.shape
-    if columns <= rows:
-        return node.apply(_eye(columns, expression)).t()
-    return node.transposed().apply(_eye(rows, expression))
+    with weights[0].aside():
+        if columns <= rows:
+            return node.apply(_eye(columns, expression)).t()
+        return node.transposed().apply(_eye(rows, expression))
 
 
 def _eye(size: int, like: torch.Tensor) -> torch.Tensor:
     return torch.eye(size, dtype=like.dtype, device=like.device)
 
 
-def _check_reveals(node: Node, operation: str) -> None:
-    if all(leaf.operator.reveals for leaf in _leaves(node) if isinstance(leaf, Weight)):
-        return
-    raise UnsupportedMethodError(
-        f"{refusal(operation, _name(node))}. What is asked for can be computed by the server, but only from values of "
-        "the adapter, which it would then see: symbiosis.connect(url, reveal_adapter=True) allows that"
-    )
-
-
-def _name(node: Node) -> str:
-    return next((leaf.operator.name for leaf in _leaves(node) if isinstance(leaf, Weight)), "")
-
-
-def _only_asks(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in QUESTIONS or name in ("__get__", "__set__")
+def operation_of(func: Any) -> str:
+    """The name of a torch function; that of a property begins with a dot, and ends with = where it is set."""
+    name: str = getattr(func, "__name__", str(func))
+    if name not in ("__get__", "__set__", "__delete__"):
+        return name
+    return "." + getattr(getattr(func, "__self__", None), "__name__", "") + ("=" if name == "__set__" else "")
 
 
 # --- rules: one per operation that keeps to what can be computed ----------------------------------------
@@ -273,61 +130,107 @@ def _node(value: torch.Tensor) -> Node:
     return value.node if isinstance(value, Expression) else Dense(value)
 
 
-def _linear(x: Any, weight: Any, bias: torch.Tensor | None = None) -> Any:
-    if not isinstance(weight, Expression) or isinstance(x, Expression):
+def _linear(input: Any, weight: Any, bias: torch.Tensor | None = None) -> Any:
+    if not isinstance(weight, Expression) or isinstance(input, Expression):
         return NotImplemented
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    y = weight.node.apply(x).to(dtype)
+    kind = input.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    y = weight.node.apply(input).to(dtype)
     return y if bias is None else y + bias.to(dtype)
 
 
-def _matmul(first: Any, second: Any) -> Any:
-    if second.dim() == 1:
-        return _linear(second, first)
-    if isinstance(second, Expression) and first.dim() != 2:  # activations [..., d] or [d]
-        return _linear(first, _transpose(second))
-    if second.dim() != 2:
+def _matmul(input: Any, other: Any, *, out: Any = None) -> Any:
+    """Of activations [batch, tokens, d] at once; of two matrices later: the product may be part of a weight."""
+    if isinstance(other, Expression) and (input.dim() > 2 or out is not None):
+        product = _linear(input, _transpose(other))
+        return product if out is None or product is NotImplemented else out.copy_(product)
+    if out is not None:
         return NotImplemented
-    known = first if isinstance(first, Expression) else second
-    return _like(known, Product(_node(first), _node(second)))
-
-
-def _transpose(expression: Expression, *dims: int) -> Any:
-    return expression if dims and dims[0] % 2 == dims[1] % 2 else _like(expression, expression.node.transposed())
-
-
-def _add(first: Any, second: Any, *, alpha: float = 1) -> Any:
-    if not (_is_matrix(first) and _is_matrix(second) and first.shape == second.shape):
+    if isinstance(input, Expression) and other.dim() > 2:  # [d_out, d_in] @ [batch, d_in, tokens], as in Mamba
+        return _linear(other.transpose(-1, -2), input).transpose(-1, -2)
+    if input.dim() != 2 or other.dim() != 2:
         return NotImplemented
-    known = first if isinstance(first, Expression) else second
-    return _like(known, Sum((_node(first), _scaled(_node(second), alpha))))
+    known = input if isinstance(input, Expression) else other
+    return _like(known, Product(_node(input), _node(other)))
 
 
-def _sub(first: Any, second: Any, *, alpha: float = 1) -> Any:
-    return _add(first, second, alpha=-alpha)
+def _addmm(
+    input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, out: Any = None, out_dtype: Any = None
+) -> Any:
+    """beta * input + alpha * mat1 @ mat2"""
+    if not isinstance(mat2, Expression) or isinstance(input, Expression):
+        return NotImplemented
+    product = _linear(mat1, _transpose(mat2))
+    if product is NotImplemented:
+        return NotImplemented
+    total = input * beta + product.to(out_dtype or product.dtype) * alpha
+    return total if out is None else out.copy_(total)
 
 
-def _mul(first: Any, second: Any) -> Any:
-    known, factor = (first, second) if isinstance(first, Expression) else (second, first)
-    return _scale(known, factor)
+def _addmm_in_place(input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:
+    return _addmm(input, mat1, mat2, **kwargs, out=input)
 
 
-def _div(first: Any, second: Any) -> Any:
-    return NotImplemented if isinstance(second, Expression) else _scale(first, 1 / second)
+def _getitem(expression: Any, index: Any) -> Any:
+    """Some of the rows, as losses that go through a large vocabulary by parts ask for them."""
+    if not (isinstance(expression, Expression) and isinstance(index, slice) and index.step in (None, 1)):
+        return NotImplemented
+    size = expression.node.shape[0]
+    start, stop, _ = index.indices(size)
+    if (start, stop) == (0, size):
+        return _same(expression)
+    return _like(expression, Product(Select(start, max(start, stop), size), expression.node))
 
 
-def _scale(expression: Expression, factor: Any) -> Any:
-    """Times a scalar, a column [out, 1] or a row [in] or [1, in]; whatever is as large as the weight is not linear in x."""
-    node = expression.node
+def _transpose(expression: Expression, dim0: int = 0, dim1: int = 1) -> Any:
+    return expression if dim0 % 2 == dim1 % 2 else _like(expression, expression.node.transposed())
+
+
+def _add(input: Any, other: Any, *, alpha: float = 1) -> Any:
+    known, added = (input, other) if isinstance(input, Expression) else (other, input)
+    wide = _spread(added, known)
+    if wide is None:
+        return NotImplemented
+    first, second = (known.node, wide) if known is input else (wide, known.node)
+    return _like(known, Sum((*terms_of(first), *terms_of(_scaled(second, alpha)))))
+
+
+def _sub(input: Any, other: Any, *, alpha: float = 1) -> Any:
+    return _add(input, other, alpha=-alpha)
+
+
+def _spread(value: Any, like: Expression) -> Node | None:
+    """A matrix, column, row or scalar as a node of the shape of an expression; None where it does not fit."""
+    rows, columns = like.node.shape
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(float(value), dtype=like.dtype, device=like.device)
+    if value.shape == (rows, columns):
+        return _node(value)
+    ones = torch.ones(1, 1, dtype=value.dtype, device=value.device)
+    if value.numel() == 1 or value.shape == (rows, 1):
+        return Product(Dense(value.reshape(-1, 1).expand(rows, 1)), Dense(ones.expand(1, columns)))
+    if value.shape in ((columns,), (1, columns)):
+        return Product(Dense(ones.expand(rows, 1)), Dense(value.reshape(1, -1)))
+    return None
+
+
+def _mul(input: Any, other: Any) -> Any:
+    """Times a scalar, a column [out, 1] or a row [in]; what is as large as the weight makes no product of calls."""
+    known, factor = (input, other) if isinstance(input, Expression) else (other, input)
+    node = known.node
     if not isinstance(factor, torch.Tensor) or factor.numel() == 1:
-        return _like(expression, _scaled(node, factor))
-    if isinstance(factor, Expression) or factor.dim() > 2:
+        return _like(known, _scaled(node, factor))
+    if isinstance(factor, Expression):
         return NotImplemented
     if factor.shape == (node.shape[0], 1):
-        return _like(expression, Product(Diagonal(factor.reshape(-1), node.shape[0]), node))
+        return _like(known, Product(Diagonal(factor.reshape(-1), node.shape[0]), node))
     if factor.shape in ((node.shape[1],), (1, node.shape[1])):
-        return _like(expression, Product(node, Diagonal(factor.reshape(-1), node.shape[1])))
+        return _like(known, Product(node, Diagonal(factor.reshape(-1), node.shape[1])))
     return NotImplemented
+
+
+def _div(input: Any, other: Any) -> Any:
+    return NotImplemented if isinstance(other, Expression) else _mul(input, 1 / other)
 
 
 def _scaled(node: Node, factor: Any) -> Node:
@@ -335,12 +238,8 @@ def _scaled(node: Node, factor: Any) -> Node:
         return node
     if isinstance(node, Dense):
         return Dense(node.value * factor)
-    vector = factor.reshape(1) if isinstance(factor, torch.Tensor) else torch.tensor([factor])
+    vector = factor.reshape(()) if isinstance(factor, torch.Tensor) else torch.tensor(float(factor))
     return Product(Diagonal(vector, node.shape[0]), node)
-
-
-def _is_matrix(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 2
 
 
 def _in_place(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -358,16 +257,16 @@ def _cast(expression: Any, *args: Any, **kwargs: Any) -> Any:
     """Whatever `.to()` says of dtype and device, said of the parts that are here."""
     if not isinstance(expression, Expression):
         return NotImplemented
-    empty = torch.empty(0, dtype=expression.dtype, device=expression.device).to(*args, **kwargs)
-    return Expression(_mapped(expression.node, lambda t: t.to(empty)), empty.dtype, empty.device)
-
-
-def _detach(expression: Expression) -> Expression:
-    return _like(expression, _mapped(expression.node, torch.Tensor.detach))
+    like = torch.empty(0, dtype=expression.dtype, device=expression.device).to(*args, **kwargs)
+    return Expression(mapped(expression.node, lambda t: t.to(like)), like.dtype, like.device)
 
 
 def _same(expression: Expression, *args: Any, **kwargs: Any) -> Expression:
     return _like(expression, expression.node)
+
+
+def _detached(expression: Expression) -> Expression:
+    return _like(expression, mapped(expression.node, torch.Tensor.detach))
 
 
 def _norm(expression: Any, *args: Any, dim: Any = None, **kwargs: Any) -> Any:
@@ -379,29 +278,35 @@ def _norm(expression: Any, *args: Any, dim: Any = None, **kwargs: Any) -> Any:
     return row_norms(expression.node if dims[0] % 2 else expression.node.transposed()).to(expression.dtype)
 
 
-def row_norms(node: Node) -> torch.Tensor:
-    """||W_o + D_o|| = sqrt(||W_o||² + 2 <D_o, W_o> + ||D_o||²) for each row o; without a gradient, as DoRA wants it.
-
-    Raises:
-        UnsupportedMethodError: neither a weight nor the sum of one and a matrix that is here.
-    """
-    terms = node.terms if isinstance(node, Sum) else (node,)
-    weights = [term for term in terms if isinstance(term, Weight)]
-    deltas = [term for term in terms if isinstance(term, Dense)]
-    if len(weights) != 1 or len(deltas) + 1 != len(terms):
-        raise UnsupportedMethodError(refusal("norm", _name(node)))
-    (weight,) = weights
-    norms = weight.operator.norms(0 if weight.flipped else 1)
-    if not deltas:
-        return norms
-    _check_reveals(node, "norm")
-    with torch.no_grad():
-        delta = reduce(torch.add, (term.value.to_dense() for term in deltas))
-        squares = norms.double().square() + 2 * _inner(weight, delta).double() + delta.double().square().sum(1)
-        return squares.clamp_min(0).sqrt()
-
-
-def _inner(weight: Weight, delta: torch.Tensor) -> torch.Tensor:
-    if weight.flipped:
-        raise UnsupportedMethodError(refusal("norm", weight.operator.name))
-    return weight.operator.inner(delta)
+# Questions about a tensor that its stand-in answers itself.
+QUESTIONS = frozenset(
+    [
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_inference", "is_floating_point"),
+        *("is_complex", "get_device", "__hash__", "__len__", "is_contiguous", "is_signed", "requires_grad_"),
+    ]
+)
+RULES: dict[str, Callable[..., Any]] = {
+    "linear": _linear,
+    **dict.fromkeys(("matmul", "mm", "__matmul__"), _matmul),
+    "__rmatmul__": lambda other, input: _matmul(input, other),
+    "addmm": _addmm,
+    "addmm_": _addmm_in_place,
+    "__getitem__": _getitem,
+    **dict.fromkeys(("t", "transpose", "swapaxes", ".T", ".mT"), _transpose),
+    **dict.fromkeys(("add", "__add__", "__radd__"), _add),
+    **dict.fromkeys(("sub", "__sub__", "subtract"), _sub),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), _mul),
+    **dict.fromkeys(("div", "__truediv__", "true_divide"), _div),
+    **dict.fromkeys(("neg", "__neg__"), lambda expression: _mul(expression, -1)),
+    **dict.fromkeys(("add_", "__iadd__"), _in_place(_add)),
+    **dict.fromkeys(("sub_", "__isub__"), _in_place(_sub)),
+    **dict.fromkeys(("mul_", "__imul__"), _in_place(_mul)),
+    "to": _cast,
+    "type_as": _cast,
+    "float": lambda expression: _cast(expression, torch.float32),
+    "half": lambda expression: _cast(expression, torch.float16),
+    "bfloat16": lambda expression: _cast(expression, torch.bfloat16),
+    **dict.fromkeys(("clone", "contiguous"), _same),
+    **dict.fromkeys(("detach", ".data"), _detached),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), _norm),
+}

@@ -1,8 +1,8 @@
 """HollowWeight: stands where a base weight stood, shows what it was, and holds nothing.
 
-One rule: whatever only looks (dtype, device, shape as DeepSpeed shows it, `.to()`) works; whatever
-would read values or train them raises UnsupportedMethodError, and names the method that asked. Without
-the trap DoRA, PiSSA or a merge would fail on a shape, or worse, go on with nothing.
+One rule: whatever only looks (dtype, device, shape, `.to()`) works; products, sums and norms become an
+Expression, which calls compute; whatever would read values or train them raises UnsupportedMethodError, and
+names the method that asked. Without the trap PiSSA or a merge would fail on a shape, or worse, go on with nothing.
 
 Rejected: a full-shape expanded tensor (`.to()` would materialise it, and reading it would be silently
 wrong) and a meta tensor (it breaks `.to()` and Trainer, and pulls new adapters onto meta).
@@ -10,7 +10,6 @@ wrong) and a meta tensor (it breaks `.to()` and Trainer, and pulls new adapters 
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from symbiosis.advice import refusal
 from symbiosis.errors import UnsupportedMethodError
+from symbiosis.expression import RULES, Expression, operation_of
+from symbiosis.matrix import Weight
 
 # Functions that look at a tensor, or move or copy it as a whole, without computing on its values.
 HARMLESS = frozenset(
@@ -38,7 +40,6 @@ HARMLESS = frozenset(
         "is_floating_point",
         "is_complex",
         "numel",
-        "size",
         "dim",
         "ndimension",
         "element_size",
@@ -60,7 +61,6 @@ HARMLESS = frozenset(
         "is_signed",
         "__hash__",
         "__repr__",
-        "__len__",
         "__deepcopy__",
         "__reduce_ex__",
         "register_hook",
@@ -71,56 +71,52 @@ HARMLESS = frozenset(
         "is_same_size",
         "__format__",
         "__dir__",
-        "empty_like",
-        "zeros_like",
         "new_empty",
         "new_zeros",
         "new_tensor",
-        "set_",
         "__bool__",
     ]
 )
 VALUE_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
-
-# What to do instead, by a word in the name of the peft function that asked.
-ADVICE = {
-    "dora": ("DoRA", "use LoRA or rsLoRA (use_dora=False)"),
-    "pissa": ("PiSSA initialisation", "use init_lora_weights=True or 'gaussian'"),
-    "olora": ("OLoRA initialisation", "use init_lora_weights=True or 'gaussian'"),
-    "loftq": ("LoftQ initialisation", "use init_lora_weights=True or 'gaussian'"),
-    "corda": ("CorDA initialisation", "use init_lora_weights=True or 'gaussian'"),
-    "lora_ga": ("LoRA-GA initialisation", "use init_lora_weights=True or 'gaussian'"),
-    "unmerge": ("unmerging adapters", "keep the adapter apart; nothing was merged here"),
-    "merge": (
-        "merging adapters into the base",
-        "save the adapter with save_pretrained() and merge it where the base weights are, with plain peft",
-    ),
-}
 
 
 class HollowWeight(nn.Parameter):
     """A frozen parameter without elements.
 
     Attributes:
-        ds_shape, ds_numel: the shape and size that it stands for, under the names by which peft reads
-            the true shape of DeepSpeed's partitioned parameters.
+        shape: the shape that it stands for; it has no elements.
+        ds_shape, ds_numel: the same, and the size, under the names by which peft reads the true shape
+            of DeepSpeed's partitioned parameters.
         module_name: the base module it belongs to.
+        node: what calls can compute with it, if they can.
         frozen: whether somebody asked for it not to be trained, as peft does; it never is.
     """
 
     ds_shape: torch.Size
     module_name: str
+    node: Weight | None
     frozen: bool
 
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu", module_name: str = ""
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        module_name: str = "",
+        node: Weight | None = None,
     ) -> HollowWeight:
         empty = torch.empty((0,) * len(shape), dtype=dtype, device=device)
         weight: HollowWeight = torch.Tensor._make_subclass(cls, empty, False)
         weight.ds_shape = torch.Size(shape)
         weight.module_name = module_name
+        weight.node = node
         weight.frozen = False
         return weight
+
+    def as_expression(self) -> Expression:
+        """The weight as something that can be computed with; of one that has a node."""
+        assert self.node is not None
+        return Expression(self.node, self.dtype, self.device)
 
     @property
     def ds_numel(self) -> int:
@@ -134,7 +130,7 @@ class HollowWeight(nn.Parameter):
         return self.ds_shape.numel()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HollowWeight:
-        copied = HollowWeight(self.ds_shape, self.dtype, self.device, self.module_name)
+        copied = HollowWeight(self.ds_shape, self.dtype, self.device, self.module_name, self.node)
         copied.frozen = self.frozen
         memo[id(self)] = copied
         return copied
@@ -149,18 +145,24 @@ class HollowWeight(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _harmless(func, args):
-            raise UnsupportedMethodError(_refusal(func, args))
-        if (trained := _asks_for_gradient(func, args, kwargs or {})) is not None:
+        kwargs = kwargs or {}
+        operation = operation_of(func)
+        if operation in ABOUT_SHAPE:
+            return ABOUT_SHAPE[operation](*args, **kwargs)
+        if operation in LIKE:
+            return _real(func, *args, **kwargs)
+        if not _harmless(operation, args):
+            return _computed(func, operation, args, kwargs)
+        if (trained := _asks_for_gradient(operation, args, kwargs)) is not None:
             if trained:
                 raise UnsupportedMethodError(_training_refusal(args))
             args[0].frozen = True
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         # `.data`, `.to()` and the like must stay hollow: peft reads `weight.data`, not `weight`.
         source = next((a for a in args if isinstance(a, HollowWeight)), None)
         if source is not None and type(result) is torch.Tensor and result.numel() == 0:
-            result = HollowWeight(source.ds_shape, result.dtype, result.device, source.module_name)
+            result = HollowWeight(source.ds_shape, result.dtype, result.device, source.module_name, source.node)
         return result
 
 
@@ -196,22 +198,45 @@ def _refuse_base(
         state_dict[prefix + key] = parameter  # so that it is not missing; copying it onto itself does nothing
 
 
-def _harmless(func: Any, args: tuple[Any, ...]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "copy_":  # hollow to hollow, as when a state dict is loaded
-        return len(args) > 1 and isinstance(args[0], HollowWeight) and isinstance(args[1], HollowWeight)
-    if name in ("__get__", "__set__", "__delete__"):
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in VALUE_PROPERTIES
-    return name in HARMLESS
+def _harmless(operation: str, args: tuple[Any, ...]) -> bool:
+    if operation in ("copy_", "set_", ".data="):  # hollow to hollow, as when a state dict is loaded
+        return len(args) > 1 and all(isinstance(arg, HollowWeight) for arg in args[:2])
+    if operation.startswith("."):
+        return operation.removeprefix(".") not in VALUE_PROPERTIES
+    return operation in HARMLESS
 
 
-def _asks_for_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+def _computed(func: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same on expressions, for what they can do; in place only on a copy, for here it would be a merge."""
+    found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, HollowWeight)]
+    in_place = operation.endswith("_") and (operation.startswith("__i") or not operation.startswith("__"))
+    refused = in_place and args and isinstance(args[0], HollowWeight)
+    if refused or operation not in RULES or any(weight.node is None for weight in found):
+        raise UnsupportedMethodError(refusal(operation, found[0].module_name if found else ""))
+    args, kwargs = pytree.tree_map_only(HollowWeight, HollowWeight.as_expression, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _real(func: Any, like: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A tensor of the shape that is shown, which the caller fills."""
+    shown = torch.empty(like.ds_shape, dtype=like.dtype, device="meta")
+    made: torch.Tensor = func(shown, *args, **{"device": like.device, **kwargs})
+    return made
+
+
+def _size(weight: Any, dim: int | None = None) -> Any:
+    return weight.ds_shape if dim is None else weight.ds_shape[dim]
+
+
+LIKE = frozenset(("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"))
+ABOUT_SHAPE = {".shape": _size, "size": _size, "__len__": lambda weight: weight.ds_shape[0]}
+
+
+def _asks_for_gradient(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
     """The value that requires_grad is set to, if this sets it."""
-    name = getattr(func, "__name__", "")
-    if name == "requires_grad_":
+    if operation == "requires_grad_":
         return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    return bool(args[1]) if name == "__set__" and attribute == "requires_grad" else None
+    return bool(args[1]) if operation == ".requires_grad=" else None
 
 
 def _training_refusal(args: tuple[Any, ...]) -> str:
@@ -222,25 +247,5 @@ def _training_refusal(args: tuple[Any, ...]) -> str:
     )
 
 
-def _refusal(func: Any, args: tuple[Any, ...]) -> str:
-    name = _module_name(args)
-    module = f" of {name}" if name else ""
-    what, instead = _who_asked()
-    return (
-        f"{what} needs the values of the base weight{module} (called {getattr(func, '__name__', func)}), which "
-        f"stays on the server. Instead, {instead}"
-    )
-
-
 def _module_name(args: Any) -> str:
     return next((leaf.module_name for leaf in pytree.tree_leaves(args) if isinstance(leaf, HollowWeight)), "")
-
-
-def _who_asked() -> tuple[str, str]:
-    """The peft method on the call stack, for the message only."""
-    for frame in inspect.stack(context=0)[3:]:
-        if "peft" in frame.filename:
-            for word, advice in ADVICE.items():
-                if word in frame.function.lower() or word in frame.filename.rpartition("/")[2]:
-                    return advice
-    return "this operation", "choose a method that works on activations, such as LoRA or IA3 (docs/compatibility.md)"

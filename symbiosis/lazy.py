@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -324,60 +323,3 @@ def _with_args(step: Step, args: list[int]) -> Step:
 def fits(tensor: torch.Tensor) -> bool:
     """Whether a deferred tensor can still be put off further: segments have a longest length."""
     return not isinstance(tensor, Deferred) or len(dict.fromkeys(_pending([tensor.node]))) < MAX_STEPS - 2
-
-
-class Unchanged:
-    """Tells whether small parameters still have the values that the server has.
-
-    It looks at the values: versions miss what is written through `.data`, and addresses what is written
-    in place.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._values = [parameter.detach().clone() for parameter in parameters]
-
-    def __call__(self, parameters: Sequence[nn.Parameter]) -> bool:
-        if len(parameters) != len(self._values):
-            return False
-        for place, parameter in enumerate(parameters):
-            value = self._values[place]
-            if value.dtype != parameter.dtype or value.device != parameter.device:
-                value = self._values[place] = value.to(parameter.device, parameter.dtype)
-            if not torch.equal(value, parameter):
-                return False
-        return True
-
-
-class RemoteNorm:
-    """Replaces the `forward` of a norm on its instance: a deferred input is normed where it is.
-
-    A norm that was trained, replaced or hooked is computed here, as is every input that is here already.
-    """
-
-    def __init__(self, name: str, module: nn.Module, deferrals: Deferrals) -> None:
-        self.name = name
-        self._deferrals = deferrals
-        self._module = module
-        self._own_forward = type(module).forward
-        self.remember()
-
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plain = isinstance(x, Deferred) and x.node.value is None and not (args or kwargs)
-        if plain and deferring() and fits(x) and self._unchanged(list(self._module.parameters())):
-            return defer(self._deferrals, Step("call", (self.name,), ()), x, x.shape[-1], self._here)
-        value = value_of(x)
-        if deferring():
-            self._deferrals.normed(value)
-        return self._here(value, *args, **kwargs)
-
-    def remember(self) -> None:
-        """Take the parameters as they are for the server's."""
-        parameters = list(self._module.parameters())
-        self._unchanged = Unchanged([] if any(p.is_meta for p in parameters) else parameters)
-
-    def restore(self) -> None:
-        """Undo the replacement."""
-        del self._module.forward
-
-    def _here(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._own_forward(self._module, x, *args, **kwargs)

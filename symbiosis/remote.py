@@ -5,23 +5,79 @@
                                                         (no dW: W is frozen; nothing is saved: W is constant)
 
 One rule: a stand-in shows everything that the layer it replaces shows, its type, attributes, hooks and
-bias, except its weight, which is hollow. It knows SharedInputs, and neither network, nor mode, nor UI.
+bias, except its weight, which is hollow. It computes with `self.weight`, whatever that is just now: a
+parametrization makes an Expression of it. It knows SharedInputs, and neither network, nor mode, nor UI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.errors import InvalidInputError
 from symbiosis.flight.protocol import Step
 from symbiosis.hollow import HollowWeight, keep_out_of_checkpoints
-from symbiosis.lazy import Unchanged, defer, deferring, fits
-from symbiosis.sharing import Layer, SharedInputs
+from symbiosis.lazy import defer, deferring, fits
+from symbiosis.matrix import Weight
+from symbiosis.remembered import Remembered
+from symbiosis.sharing import Layer, Remote, SharedInputs, owned
+from symbiosis.unchanged import Unchanged
+
+
+class _Transposed(torch.autograd.Function):
+    """y -> y W, whose gradient is a forward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, remote: Remote, name: str) -> torch.Tensor:
+        ctx.remote, ctx.name = remote, name
+        x = remote.call("grad_input", [name], [y.reshape(-1, y.shape[-1])])  # [..., d_out] -> [N, d_in]
+        return owned(x, (*y.shape[:-1], x.shape[1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        grad_y = ctx.remote.call("forward", [ctx.name], [grad.reshape(-1, grad.shape[-1])])  # -> [N, d_out]
+        return grad_y.view(*grad.shape[:-1], grad_y.shape[1]), None, None
+
+
+class RemoteOperator:
+    """The weight of a remote layer, as an Expression uses it; shared by copies of the layer."""
+
+    def __init__(self, layer: Layer, shared: SharedInputs) -> None:
+        self.name = layer.name
+        self.inner_products = Remembered()
+        self._layer = layer
+        self._shared = shared
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteOperator:
+        return self
+
+    @property
+    def reveals(self) -> bool:
+        return self._shared.reveals
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self._layer.d_out, self._layer.d_in)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._shared.forward(self._layer, x)
+
+    def grad_input(self, y: torch.Tensor) -> torch.Tensor:
+        return _Transposed.apply(y, self._shared.remote, self.name)  # type: ignore[no-untyped-call, no-any-return]
+
+    def aside(self) -> AbstractContextManager[None]:
+        return self._shared.aside()
+
+    def norms(self, dim: int) -> torch.Tensor:
+        return self._shared.remote.weight_norms(self.name)[dim]
 
 
 class RemoteMixin(nn.Module):
@@ -38,11 +94,11 @@ class RemoteMixin(nn.Module):
     weight: Any  # a HollowWeight
     bias: Any  # a parameter or None
     _shared: SharedInputs
-    _bias_unchanged: Unchanged
+    _values: Unchanged
     lazy: bool
     dtype: torch.dtype
 
-    def _stand_for(self, like: nn.Module, layer: Layer, shape: Sequence[int], shared: SharedInputs, keep: bool) -> None:
+    def _stand_for(self, like: nn.Module, layer: Layer, shared: SharedInputs, keep: bool) -> None:
         nn.Module.__init__(self)
         # Hook dictionaries are shared, so that handles given out earlier still remove their hooks. A
         # `forward` put on the instance would compute with the old weight.
@@ -52,11 +108,14 @@ class RemoteMixin(nn.Module):
         self.__dict__.update(layer=layer, original=like if keep else None, _shared=shared, lazy=shared.lazy)
         weight: Any = like.weight
         device = "cpu" if weight.device.type == "meta" else weight.device
-        self.weight = HollowWeight(shape, weight.dtype, device, layer.name)
+        flipped = isinstance(self, Conv1D)
+        node = Weight(RemoteOperator(layer, shared), flipped)
+        self.weight = HollowWeight(node.shape, weight.dtype, device, layer.name, node)
         self.__dict__["dtype"] = weight.dtype  # asking the weight costs a detour through its trap
         keep_out_of_checkpoints(self)
         self.remember()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., d_in] -> [..., d_out]
 
@@ -72,24 +131,29 @@ class RemoteMixin(nn.Module):
                 f"{self.layer.name} got an input of {x.dtype}, expected {self.dtype}, the dtype of this "
                 "model; cast the input, or use torch.autocast"
             )
+        if type(self.weight) is not HollowWeight:
+            return self._with_another_weight(x)
         if self.lazy and self._may_defer(x):
             return self._defer(x)
         y = self._shared.forward(self.layer, x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    # Dynamo must not trace into a network call; this is what torch.compiler.disable sets, without
-    # importing all of dynamo (seconds) to set it.
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    def _with_another_weight(self, x: torch.Tensor) -> torch.Tensor:
+        """A weight that was replaced, or that a parametrization computes, such as peft's target_parameters."""
+        weight = self.weight.t() if isinstance(self, Conv1D) else self.weight
+        return functional.linear(x, weight, self.bias)
 
     def remember(self) -> None:
         """Take the bias as it is for the server's, which adds its own to deferred results."""
-        biases = [] if self.bias is None or self.bias.is_meta else [self.bias]
-        self.__dict__["_bias_unchanged"] = Unchanged(biases)
+        self.__dict__["_values"] = Unchanged(self._biases())
+
+    def _biases(self) -> list[tuple[str, nn.Parameter]]:
+        return [] if self.bias is None else [("bias", self.bias)]
 
     def _may_defer(self, x: torch.Tensor) -> bool:
         if self.training or not deferring() or x.is_inference() or not fits(x):
             return False
-        return self.bias is None or self._bias_unchanged([self.bias])
+        return not self._values.changed(self._biases())
 
     def _defer(self, x: torch.Tensor) -> torch.Tensor:
         """A result that is looked at for itself, as q is by attention, is not put off again."""
@@ -120,7 +184,7 @@ class RemoteLinear(RemoteMixin, nn.Linear):
 
     def __init__(self, name: str, shared: SharedInputs, like: nn.Linear, *, keep: bool = False) -> None:
         layer = Layer(name, like.in_features, like.out_features)
-        self._stand_for(like, layer, (layer.d_out, layer.d_in), shared, keep)
+        self._stand_for(like, layer, shared, keep)
 
 
 class RemoteConv1D(RemoteMixin, Conv1D):
@@ -128,4 +192,12 @@ class RemoteConv1D(RemoteMixin, Conv1D):
 
     def __init__(self, name: str, shared: SharedInputs, like: Conv1D, *, keep: bool = False) -> None:
         layer = Layer(name, like.nx, like.nf)
-        self._stand_for(like, layer, (layer.d_in, layer.d_out), shared, keep)
+        self._stand_for(like, layer, shared, keep)
+
+
+@cache
+def stand_in_class(kind: type[nn.Module]) -> Any:
+    """The stand-in for layers of a class; of a subclass of nn.Linear it is one, too."""
+    if issubclass(kind, Conv1D):
+        return RemoteConv1D
+    return RemoteLinear if kind is nn.Linear else type(f"Remote{kind.__name__}", (RemoteLinear, kind), {})

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
@@ -30,6 +31,9 @@ class Remote(SegmentRemote, Protocol):
 
     def call(self, op: str, modules: Sequence[str], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Run one operation of docs/protocol.md section 4; [N, ...] in, [N, ...] out, same dtype and device."""
+
+    def weight_norms(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Euclidean norms of the columns [d_in] and of the rows [d_out] of a weight [d_out, d_in], in float32."""
 
 
 class Layer(NamedTuple):
@@ -132,11 +136,13 @@ class SharedInputs(threading.local):
     Args:
         remote: where the layers are computed.
         lazy: whether they may defer their results (see `lazy`).
+        reveals: whether values of adapters may be sent (see `expression`).
     """
 
-    def __init__(self, remote: Remote, *, lazy: bool = False) -> None:
+    def __init__(self, remote: Remote, *, lazy: bool = False, reveals: bool = False) -> None:
         self.remote = remote
         self.lazy = lazy
+        self.reveals = reveals
         self.deferrals = Deferrals(remote)
         self._groups: dict[str, tuple[Layer, ...]] = {}
         self._last: _Fetched | None = None
@@ -161,6 +167,16 @@ class SharedInputs(threading.local):
             self._fetch_into(last, layer, cast_x)
         last.called.append(layer)
         return last.results.pop(layer.name)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For calls of other tensors in between, which shall neither end the sharing nor be learnt from."""
+        last, self._last = self._last, None
+        groups, self._groups = self._groups, {}
+        try:
+            yield
+        finally:
+            self._last, self._groups = last, groups
 
     def _fetch_into(self, last: _Fetched, layer: Layer, x: torch.Tensor) -> None:
         """Fetch a layer for an input: with its group if it comes first, else alone, and learn from that."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from symbiosis.adapters import base_modules, canonical_name
 from symbiosis.errors import ModelMismatchError, ProtocolError
@@ -28,8 +29,6 @@ ChunkData = tuple[str, int, int, memoryview]  # name, offset_bytes, total_bytes,
 def build(manifest: Manifest, dtype: torch.dtype) -> nn.Module:
     """The server's architecture with parameters on meta and real buffers, in eval mode.
 
-    Buffers are real because transformers computes them (rotary frequencies) and never loads them.
-
     Raises:
         ModelMismatchError: the installed transformers does not know the architecture.
     """
@@ -40,12 +39,37 @@ def build(manifest: Manifest, dtype: torch.dtype) -> nn.Module:
             "install the version that the server uses"
         )
     config_class: Any = model_class.config_class
-    config = config_class.from_dict(json.loads(manifest.config))
-    with init_empty_weights(include_buffers=False):
+    config = config_class.from_dict(json.loads(manifest.config, object_hook=_float))
+    with _parameters_on_meta():
         model: Any = model_class._from_config(config, dtype=dtype)
     model.config._name_or_path = manifest.model  # recorded in adapters as their base
     frozen: nn.Module = model.eval()
     return frozen
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that this thread makes get no storage; buffers do, since transformers computes them and never loads them.
+
+    accelerate's init_empty_weights does that to the modules of all threads.
+    """
+    thread = threading.get_ident()
+
+    def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(empty)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _float(found: dict[str, Any]) -> Any:
+    """What transformers writes for a number that JSON lacks: {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def fill(
@@ -91,7 +115,7 @@ def _restore_buffers(model: nn.Module) -> None:
     lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if not lacking:
         return
-    with init_empty_weights(include_buffers=False):
+    with _parameters_on_meta():
         twin = type(model)._from_config(model.config)  # type: ignore[attr-defined]
     computed = {canonical_name(name): buffer for name, buffer in twin.named_buffers()}
     for name in lacking:

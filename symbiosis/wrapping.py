@@ -17,17 +17,18 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.adapters import base_modules, base_of, canonical_name, refuse_weight_readers
-from symbiosis.block import RemoteBlock
+from symbiosis.adapters import base_modules, base_of, canonical_name, changed_by_adapter, refuse_weight_readers
+from symbiosis.block import RemoteBlock, RemoteExperts
 from symbiosis.errors import ConfigError, ModelMismatchError, UnsupportedMethodError
 from symbiosis.flight.fingerprint import hash_tensors
 from symbiosis.flight.protocol import DTYPES, TAGS, Manifest, ModuleInfo
-from symbiosis.lazy import RemoteNorm
+from symbiosis.norm import RemoteNorm
 from symbiosis.plan import Entry, Granularity, Place, Plan
-from symbiosis.remote import RemoteConv1D, RemoteLinear, RemoteMixin
+from symbiosis.remote import RemoteMixin, stand_in_class
 from symbiosis.sharing import Remote, SharedInputs
 
 PLAN_ATTRIBUTE = "_symbiosis_plan"
+EXPERTS = "experts"
 Renaming = Callable[[str], str]
 
 
@@ -41,6 +42,7 @@ def wrap(
     local: Sequence[str] = (),
     keep_weights: bool = False,
     verify: bool = True,
+    reveals: bool = False,
 ) -> Plan:
     """Make the frozen base modules of a model remote, in place.
 
@@ -53,6 +55,7 @@ def wrap(
         local: names or glob patterns of modules to keep on the client.
         keep_weights: keep the replaced modules, so that `unwrap` can put them back.
         verify: compare the hashes of weights that are there; shapes are always compared.
+        reveals: whether the server may see values of adapters.
 
     Raises:
         ModelMismatchError: the model is not the server's; the message names the first difference.
@@ -63,17 +66,22 @@ def wrap(
         raise ConfigError(f"granularity={granularity!r}; expected one of {', '.join(get_args(Granularity))}")
     if plan_of(model) is not None:
         raise UnsupportedMethodError("this model is wrapped already; load a fresh one, or unwrap it first")
-    refuse_weight_readers(model)
     base = base_of(model)
     trained = base is not model  # with adapters in place, a weight that requires grad is trained on purpose
     infos = _matching_infos(base, manifest)
     entries = list(_entries(base, infos, lm_head, local, trained, granularity))
     if not any(entry.where != "local" for entry in entries):
         raise ModelMismatchError(_no_module_message(base, manifest, entries))
+    refuse_weight_readers(model, {base.get_submodule(e.path) for e in entries if e.where == "remote"}, reveals)
     if has_meta(base):
         _check_skeleton(base, entries, manifest, keep_weights)
     _check_weights(base, entries, manifest, verify)
-    plan = Plan(entries, SharedInputs(remote, lazy=granularity in ("auto", "segment")), granularity, keep_weights)
+    plan = Plan(
+        entries,
+        SharedInputs(remote, lazy=granularity in ("auto", "segment"), reveals=reveals),
+        granularity,
+        keep_weights,
+    )
     _swap(base, plan, infos)
     if plan.shared.lazy:
         _swap_norms(base, infos, plan.shared)
@@ -164,12 +172,12 @@ def _entries(
             if not reason and info is not None and (module is head or info.tied):
                 reason = _head_stays(info, lm_head)
             yield Entry(path, name, "local" if reason else "remote", reason or "frozen linear", info)
-        elif info is not None and info.kind == "block":
-            required = _has_own_matrices(module)
+        elif info is not None and info.kind in ("block", "experts"):
+            required = info.kind == "experts" or _required(name, module, infos)
             if asked:
                 yield Entry(path, name, "local", "asked for by local=", info)
             elif required or granularity != "linear":
-                yield Entry(path, name, "block", "experts" if required else "frozen block in one call", info)
+                yield Entry(path, name, "block", EXPERTS if required else "frozen block in one call", info)
 
 
 def _stays(module: nn.Module, info: ModuleInfo | None, asked: bool, trained: bool) -> str:
@@ -178,7 +186,8 @@ def _stays(module: nn.Module, info: ModuleInfo | None, asked: bool, trained: boo
         return "not served"
     if asked:
         return "asked for by local="
-    if type(module) not in (nn.Linear, Conv1D):
+    # Of an architecture's own class the server has found out that it computes what nn.Linear does.
+    if type(module) not in (nn.Linear, Conv1D) and not type(module).__module__.startswith("transformers.models."):
         return f"{type(module).__name__} may compute something else"
     if trained and module.weight.requires_grad:
         return "trained here"
@@ -189,6 +198,12 @@ def _head_stays(info: ModuleInfo, lm_head: Place) -> str:
     if lm_head == "local":
         return "lm_head='local'"
     return "tied to the embedding, which is here" if info.tied and lm_head == "auto" else ""
+
+
+def _required(name: str, block: nn.Module, infos: Mapping[str, ModuleInfo]) -> bool:
+    """Whether only the server can compute a block: it owns matrices, and is not made of experts and their router."""
+    inside = (other for other, info in infos.items() if info.kind == "experts" and other.startswith(f"{name}."))
+    return _has_own_matrices(block) and next(inside, None) is None
 
 
 def _has_own_matrices(block: nn.Module) -> bool:
@@ -234,6 +249,7 @@ def _check_skeleton(base: nn.Module, entries: Iterable[Entry], manifest: Manifes
 
 
 def _check_weights(base: nn.Module, entries: Iterable[Entry], manifest: Manifest, verify: bool) -> None:
+    changed: str = ""
     for entry in entries:
         if entry.where == "local" or entry.info is None:
             continue
@@ -241,8 +257,13 @@ def _check_weights(base: nn.Module, entries: Iterable[Entry], manifest: Manifest
         tensors = [_canonical_weight(module)] if entry.where == "remote" else _block_parameters(module)
         if entry.where == "remote":
             _check_shape(entry, tuple(tensors[0].shape), manifest)
-        if verify and not any(tensor.is_meta for tensor in tensors):
-            _check_hash(entry, tensors, manifest)
+        if not verify or any(tensor.is_meta for tensor in tensors) or _same_values(entry, tensors, manifest):
+            continue
+        if entry.path == entry.name:  # no adapter is on it
+            raise _other_values(entry, manifest)
+        changed = changed or entry.name
+    if changed:
+        raise changed_by_adapter(changed)
 
 
 def _canonical_weight(module: nn.Module) -> torch.Tensor:
@@ -259,7 +280,8 @@ def _block_parameters(block: nn.Module) -> list[torch.Tensor]:
         for key, parameter in module._parameters.items()
         if parameter is not None
     }
-    return [parameter for _, parameter in sorted(named.items())]
+    # A parameter with two names counts once, under the first.
+    return list({id(parameter): parameter for _, parameter in sorted(named.items())}.values())
 
 
 def _check_shape(entry: Entry, shape: tuple[int, ...], manifest: Manifest) -> None:
@@ -272,13 +294,15 @@ def _check_shape(entry: Entry, shape: tuple[int, ...], manifest: Manifest) -> No
         )
 
 
-def _check_hash(entry: Entry, tensors: list[torch.Tensor], manifest: Manifest) -> None:
+def _same_values(entry: Entry, tensors: list[torch.Tensor], manifest: Manifest) -> bool:
     """One equal hash is a match: in the client's dtype or in the server's (docs/protocol.md section 7)."""
     assert entry.info is not None
-    for tag in dict.fromkeys((TAGS.get(tensors[0].dtype, "F32"), manifest.dtype)):
-        if hash_tensors(tensors, DTYPES[tag]) == entry.info.hashes.get(tag):
-            return
-    raise ModelMismatchError(
+    tags = dict.fromkeys((TAGS.get(tensors[0].dtype, "F32"), manifest.dtype))
+    return any(hash_tensors(tensors, DTYPES[tag]) == entry.info.hashes.get(tag) for tag in tags)
+
+
+def _other_values(entry: Entry, manifest: Manifest) -> ModelMismatchError:
+    return ModelMismatchError(
         f"{entry.name} has other values here than in the server's {manifest.model}"
         f"{' at revision ' + manifest.revision if manifest.revision else ''}; its shape is the same. Load the same "
         "revision, without merged adapters and without quantisation"
@@ -299,19 +323,21 @@ def _swap(base: nn.Module, plan: Plan, infos: Mapping[str, ModuleInfo]) -> None:
     for entry in plan.entries:
         if entry.where == "block":
             module = base.get_submodule(entry.path)
-            module.forward = RemoteBlock(
+            kind = RemoteExperts if entry.info and entry.info.kind == "experts" else RemoteBlock
+            module.forward = kind(
                 entry.remote_name,
                 plan.shared,
                 module,
                 entry.info.d_out if entry.info else 0,
-                required=_has_own_matrices(module),
-                gradients_by_linears=plan.granularity == "auto",
+                required=entry.reason == EXPERTS,
+                # Experts are computed again in any case, and whole they take one call.
+                gradients_by_linears=plan.granularity == "auto" and not _has_own_matrices(module),
                 keep=plan.keeps_weights,
             )
 
 
 def _stand_in(original: Any, entry: Entry, plan: Plan, widths: Collection[int]) -> nn.Module:
-    kind: Any = RemoteConv1D if isinstance(original, Conv1D) else RemoteLinear
+    kind = stand_in_class(type(original))
     stand_in: RemoteMixin = kind(entry.remote_name, plan.shared, original, keep=plan.keeps_weights)
     # What cannot be part of a residual stream is looked at, and the client's own bias is not the server's.
     joins = entry.info is not None and entry.info.d_out in widths

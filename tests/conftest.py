@@ -15,6 +15,8 @@ from typing import Any
 # No test may ask a model hub; a config without a local file would otherwise try.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A product of these sizes gains nothing from a second thread, and loses a lot when the cores are shared.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -38,11 +40,6 @@ GATED = {
     "num_key_value_heads": 2,
     "head_dim": 12,  # q is 48 wide and k, v 24: no base matrix of Llama is square
 }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
 
 
 def seeded(build: Callable[[], Any], seed: int) -> nn.Module:

@@ -265,6 +265,14 @@ def test_a_segment_is_split_and_joined_again(make: Callable[..., Caller], channe
     assert max(channel.sizes) <= 4096
 
 
+def test_a_segment_is_split_by_its_widest_value(make: Callable[..., Caller], channel: FakeChannel) -> None:
+    steps = (Step("linears", ("up",), (0,)), Step("scale", (), (0,), 2.0))  # 40 wide on the way, 4 at the end
+
+    make(max_message_bytes=4096).segment(steps, (2,), [torch.randn(100, 4)])
+
+    assert max(request.tensors[0].shape[0] for request in channel.requests) * 40 * 4 <= 4096
+
+
 def test_a_segment_of_no_tokens(make: Callable[..., Caller]) -> None:
     (up,) = make().segment((Step("linears", ("up",), (0,)),), (1,), [torch.empty(0, 4)])
 

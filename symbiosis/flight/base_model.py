@@ -11,66 +11,30 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from symbiosis.errors import InvalidInputError, UnknownModuleError
 from symbiosis.flight import gemm
 from symbiosis.flight.fingerprint import model_fingerprint, module_hashes
 from symbiosis.flight.protocol import FILE_SUFFIXES, STORED_TAGS, TAGS, ModuleInfo, ParameterInfo
+from symbiosis.flight.servable import (
+    Block,
+    Linear,
+    find_blocks,
+    find_experts,
+    find_linears,
+    find_norms,
+    tied_weights,
+    token_width,
+)
+
+__all__ = ["BaseModel", "Block", "Linear"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A frozen linear. `weight` is [d_out, d_in]; a Conv1D's is a transposed view. `bias` is used in segments only."""
-
-    name: str
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    kind: str = "linear"
-
-    @property
-    def d_in(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def d_out(self) -> int:
-        return self.weight.shape[0]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.weight]
-
-
-@dataclass(frozen=True)
-class Block:
-    """A frozen sub-module that maps each token on its own, such as an MLP or a mixture of experts."""
-
-    name: str
-    module: nn.Module
-    d_in: int
-    d_out: int
-    kind: str = "block"
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [parameter for _, parameter in sorted(self.module.named_parameters())]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, d_in] -> [N, d_out]"""
-        return self.module(x.unsqueeze(0)).squeeze(0)  # type: ignore[no-any-return]
-
-    def grad_input(self, x: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
-        """[N, d_in], [N, d_out] -> [N, d_in]; the forward is computed again: nothing was kept."""
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            (grad_input,) = torch.autograd.grad(self.forward(x), x, grad_output)
-        return grad_input
 
 
 class BaseModel:
@@ -104,12 +68,15 @@ class BaseModel:
         self.generation_config: Any = getattr(model, "generation_config", None)
         frozen = _share_frozen(model)
         gemm.use_in(frozen)
-        self._tied = _tied_weights(frozen)
-        self.linears = dict(_find_linears(frozen))
-        self.blocks = dict(_find_blocks(frozen, self.config))
-        self.norms = dict(_find_norms(frozen))
-        self.modules: dict[str, Linear | Block] = {**self.linears, **self.blocks, **self.norms}
+        width = token_width(self.config)
+        self._tied = tied_weights(frozen)
+        self.linears = dict(find_linears(frozen))
+        self.experts = dict(find_experts(frozen, width))
+        self.blocks = dict(find_blocks(frozen, width, self._tied))
+        self.norms = dict(find_norms(frozen, width))
+        self.modules: dict[str, Linear | Block] = {**self.linears, **self.experts, **self.blocks, **self.norms}
         self.parameters = dict(_find_parameters(frozen, self))
+        self._weight_norms: dict[str, torch.Tensor] = {}  # filled when first asked for
         weight = next(iter(self.linears.values())).weight if self.linears else next(frozen.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.base_bytes = sum({t.data_ptr(): t.nbytes for t in frozen.parameters()}.values())
@@ -139,6 +106,14 @@ class BaseModel:
 
     def parameter_infos(self) -> list[ParameterInfo]:
         return [ParameterInfo(n, STORED_TAGS[t.dtype], list(t.shape)) for n, t in self.parameters.items()]
+
+    def weight_norms(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of each linear, the Euclidean norms of its columns [d_in] and then of its rows [d_out], in float32."""
+        for name, linear in self.linears.items():
+            if name not in self._weight_norms:
+                both = [torch.linalg.vector_norm(linear.weight, dim=dim, dtype=torch.float32) for dim in (0, 1)]
+                self._weight_norms[name] = torch.cat(both).to("cpu")
+            yield name, self._weight_norms[name]
 
     def files(self) -> dict[str, bytes]:
         """Tokenizer files and the generation config, by plain file name."""
@@ -216,113 +191,22 @@ def _share_frozen(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo).eval()
 
 
-def _tied_weights(model: nn.Module) -> set[str]:
-    """Names of linear weights that are also an embedding's."""
-    embeddings = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {
-        f"{name}.weight"
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and m.weight.data_ptr() in embeddings
-    }
-
-
-def _find_linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
-    for name, module in model.named_modules():
-        # Exact types: a subclass may compute something else, and is left to blocks or to the client.
-        if type(module) is nn.Linear:
-            yield name, Linear(name, module.weight.detach(), _detached(module.bias))
-        elif type(module) is Conv1D:
-            yield name, Linear(name, module.weight.detach().t(), _detached(module.bias), kind="conv1d")
-
-
 def _bias_hashes(module: Linear | Block) -> dict[str, str]:
     bias = module.bias if isinstance(module, Linear) else None
     return {} if bias is None else module_hashes([bias])
 
 
-def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.detach()
-
-
-def _find_norms(model: nn.Module) -> Iterator[tuple[str, Block]]:
-    """Leaves whose parameters are vectors of one width and that treat each token on its own."""
-    verdicts: dict[tuple[type, int], int] = {}
-    for name, module in model.named_modules():
-        parameters = list(module.parameters())
-        if not parameters or next(module.children(), None) or any(p.dim() != 1 for p in parameters):
-            continue
-        kind = (type(module), parameters[0].shape[0])
-        if kind not in verdicts:
-            verdicts[kind] = _probe(module, kind[1])
-        if verdicts[kind] == kind[1]:
-            yield name, Block(name, module, kind[1], kind[1], kind="norm")
-
-
-def _find_blocks(model: nn.Module, config: Any) -> Iterator[tuple[str, Block]]:
-    """The outermost sub-modules that hold linears or experts and treat each token on its own."""
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    width = getattr(text_config, "hidden_size", None)
-    if not isinstance(width, int):
-        return
-    verdicts: dict[type, int] = {}  # class -> output width, 0 if it cannot be served
-    pending = list(model.named_children())
-    while pending:
-        name, module = pending.pop(0)
-        if _holds_weights(module) and not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            kind = type(module)
-            if kind not in verdicts:
-                verdicts[kind] = _probe(module, width)
-            if verdicts[kind]:
-                yield name, Block(name, module, width, verdicts[kind])
-                continue
-        pending.extend((f"{name}.{child_name}", child) for child_name, child in module.named_children())
-
-
-def _holds_weights(module: nn.Module) -> bool:
-    """Worth a call: at least two matrices, in linears or of its own, and no embedding."""
-    if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
-        return False
-    if any(isinstance(child, nn.Embedding) for child in module.modules()):
-        return False
-    return sum(parameter.dim() >= 2 for parameter in module.parameters()) >= 2
-
-
-def _probe(module: nn.Module, width: int) -> int:
-    """The output width of a block that maps [1, N, width] token by token; 0 if it does not.
-
-    A token's output must have a gradient of exactly zero towards every other token. Comparing values
-    instead would let weak attention pass, and permuting tokens would let all of BERT's pass.
-    """
-    weight = next(module.parameters())
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 4, width, generator=generator).to(weight.device, weight.dtype).requires_grad_()
-    try:
-        with torch.enable_grad():
-            y = module(x)
-            return int(y.shape[2]) if y.shape[:2] == x.shape[:2] and _tokens_apart(x, y) else 0
-    except Exception:  # any complaint means: not a function of one activation tensor
-        return 0
-
-
-def _tokens_apart(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the first and the last token of y [1, N, d] depend on no other token of x."""
-    for token in (0, x.shape[1] - 1):
-        (grad,) = torch.autograd.grad(y[:, token].float().pow(2).sum(), x, retain_graph=True)
-        others = [i for i in range(x.shape[1]) if i != token]
-        if grad[:, others].count_nonzero():
-            return False
-    return True
-
-
 def _find_parameters(model: nn.Module, base: BaseModel) -> Iterator[tuple[str, torch.Tensor]]:
     """What a client may hold: every persistent tensor but the weights that are served.
 
-    A tied tensor is published once, under its first name. What a block holds beside linears
-    (experts, routers) can only be used as a block, and stays.
+    A tied tensor is published once, under its first name. What a block holds beside linears and experts can
+    only be used as a block, and stays, unless a client can compute the block from them: then it is a router,
+    whose logits the client may want.
     """
     held_back = {f"{name}.weight" for name in base.linears}
-    for name, block in base.blocks.items():
-        held_back |= {f"{name}.{key}" for key in _own_parameters(block.module)}
+    for name, block in (*base.experts.items(), *base.blocks.items()):
+        if not any(inner.startswith(f"{name}.") for inner in base.experts):
+            held_back |= {f"{name}.{key}" for key, p in block.module.named_parameters() if p.dim() >= 2}
     seen: set[tuple[int, int]] = set()
     for name, tensor in model.state_dict().items():
         storage = (tensor.data_ptr(), tensor.numel())
@@ -330,12 +214,3 @@ def _find_parameters(model: nn.Module, base: BaseModel) -> Iterator[tuple[str, t
             continue
         seen.add(storage)
         yield name, tensor.detach()
-
-
-def _own_parameters(module: nn.Module) -> set[str]:
-    """Names of the parameters in a block that belong to no linear."""
-    names = {key for key, _ in module.named_parameters()}
-    for linear_name, linear in module.named_modules():
-        if type(linear) in (nn.Linear, Conv1D):
-            names -= {f"{linear_name}.{key}" for key, _ in linear.named_parameters()}
-    return names

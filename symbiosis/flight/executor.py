@@ -125,8 +125,10 @@ class Executor:
 
     @staticmethod
     def _in_time(task: Task, now_s: float) -> bool:
+        if not task.result.set_running_or_notify_cancel():  # its handler gave up; a cancelled future takes no error
+            return False
         if now_s <= task.deadline_s:
-            return task.result.set_running_or_notify_cancel()
+            return True
         task.result.set_exception(
             DeadlineExceededError(f"call waited {now_s - task.enqueued_s:.3f} s in the queue, past its deadline")
         )

@@ -44,7 +44,7 @@ def grad_input(grad_output: torch.Tensor, weights: Sequence[torch.Tensor]) -> to
     """[N, sum d_out], split by weight, each @ [d_out, d_in] -> summed [N, d_in]"""
     wide = not multiplies_natively(grad_output.dtype, grad_output.device)
     parts = (grad_output.float() if wide else grad_output).split([weight.shape[0] for weight in weights], dim=1)
-    total = parts[0] @ (weights[0].float() if wide else weights[0])
+    total: torch.Tensor = parts[0] @ (weights[0].float() if wide else weights[0])
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         total.addmm_(part, weight.float() if wide else weight)
     return total.to(grad_output.dtype)

@@ -11,8 +11,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from symbiosis.config import ServerOptions
@@ -37,23 +39,35 @@ def load_base(options: ServerOptions) -> BaseModel:
     device = _device(options.device)
     try:
         config = transformers.AutoConfig.from_pretrained(source, **_where(options))
-        model = _model_class(config).from_pretrained(source, dtype=_dtype(options), **_where(options))
-    except (OSError, ValueError) as error:
+        model = _load_model(config, source, options)
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"cannot load model {options.model!r}: {error}. Give a transformers id, a local directory or 'demo'"
         ) from error
     revision = getattr(config, "_commit_hash", None) or options.revision or ""
     cache = _HashCache(options.cache_path, source, revision, str(model.dtype))
+    known = cache.load()
     base = BaseModel(
         model.to(device),
         name=options.name or options.model,
         revision=revision,
         tokenizer=_tokenizer(source, options),
-        hashes=cache.load(),
+        hashes=known,
         progress=lambda modules: tqdm(modules, desc="hashing weights", unit="module", leave=False),
     )
-    cache.save(base.hashes)
+    if base.hashes is not known:
+        cache.save(base.hashes)
     return base
+
+
+def _load_model(config: Any, source: str, options: ServerOptions) -> Any:
+    model, report = _model_class(config).from_pretrained(
+        source, dtype=_dtype(options), output_loading_info=True, **_where(options)
+    )
+    # transformers would fill them with random numbers, other ones at each start.
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{len(missing)} weights are missing in the checkpoint, such as {missing[0]}")
+    return model
 
 
 def _source(options: ServerOptions) -> str:
@@ -114,13 +128,13 @@ class _HashCache:
 
     def load(self) -> dict[str, dict[str, str]] | None:
         try:
-            found = json.loads(self._path.read_bytes()) if self._known else None
+            found = msgspec.json.decode(self._path.read_bytes(), type=dict[str, dict[str, str]]) if self._known else {}
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return found if all(hashes.keys() == protocol.DTYPES.keys() for hashes in found.values()) else None
 
     def save(self, hashes: dict[str, dict[str, str]]) -> None:
-        if not self._known or self._path.exists():
+        if not self._known:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -134,7 +134,7 @@ class ModuleInfo(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     """One servable module. `hashes` maps a dtype tag to the SHA-256 of the weights (section 7), `bias` likewise."""
 
     name: str
-    kind: Literal["linear", "conv1d", "block", "norm"]
+    kind: Literal["linear", "conv1d", "block", "experts", "norm"]
     d_in: int
     d_out: int
     parameters: int
@@ -199,7 +199,7 @@ class ServerStats(Header, frozen=True, tag="server_stats"):
 class Ticket(Header, frozen=True, tag="ticket"):
     """Ticket of a DoGet."""
 
-    what: Literal["parameters", "files"]
+    what: Literal["parameters", "files", "weight_norms"]
 
 
 class Chunk(Header, frozen=True, tag="chunk"):

@@ -19,7 +19,7 @@ from symbiosis.flight.protocol import Step
 
 
 def check(base: BaseModel, steps: Sequence[Step], outputs: Sequence[int], shapes: Sequence[Sequence[int]]) -> int:
-    """Check a segment; the width of all its outputs together.
+    """Check a segment; the width of the most that it holds at once: all its outputs, or one value on the way.
 
     Args:
         base: the model whose modules the steps name.
@@ -40,7 +40,7 @@ def check(base: BaseModel, steps: Sequence[Step], outputs: Sequence[int], shapes
         widths.append(_width(base, number, step, [widths[arg] for arg in step.args]))
     if not outputs or not all(0 <= output < len(widths) for output in outputs):
         raise InvalidInputError(f"a segment of {len(widths)} values cannot send back {list(outputs)}")
-    return sum(widths[output] for output in outputs)
+    return max(sum(widths[output] for output in outputs), *widths)
 
 
 def run(

@@ -196,8 +196,8 @@ def serve(model: nn.Module | str, *, tokenizer: Any = None, **options: Any) -> S
 
         settings = ServerOptions(model=model, **options)
         return Server(load_base(settings), settings)
-    settings = ServerOptions(model=options.pop("name", None) or type(model).__name__, **options)
-    base = BaseModel(model, name=getattr(model.config, "_name_or_path", "") or settings.model, tokenizer=tokenizer)
+    settings = ServerOptions(model=type(model).__name__, **options)
+    base = BaseModel(model, name=settings.name or "", tokenizer=tokenizer)
     return Server(base, settings)
 
 
@@ -205,6 +205,8 @@ def run(options: ServerOptions) -> int:
     """The life of a server process: load, listen, say so, wait for a signal, drain."""
     from symbiosis.flight.loading import load_base
 
+    if options.port_file and not options.port_file.parent.is_dir():
+        raise ConfigError(f"--port-file {options.port_file}: there is no folder {options.port_file.parent}")
     stop = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:

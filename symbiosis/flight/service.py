@@ -221,13 +221,16 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             if what.what == "parameters":
                 for name, tensor in self._base.parameters.items():
                     yield from _chunk(name, protocol.buffer_of(tensor.to("cpu")))
+            elif what.what == "weight_norms":
+                for name, norms in self._base.weight_norms():
+                    yield from _chunk(name, protocol.buffer_of(norms))
             else:
                 for name, content in self._base.files().items():
                     yield from _chunk(name, pa.py_buffer(content))
         except SymbiosisError as error:
             yield EMPTY_BATCH, protocol.encode_header(_error_header(0, error))
         except Exception:
-            logger.exception("sending parameters or files failed")
+            logger.exception("sending parameters, norms or files failed")
             failure = RemoteComputeError("the server failed while sending; its log has the details")
             yield EMPTY_BATCH, protocol.encode_header(_error_header(0, failure))
 

@@ -33,7 +33,7 @@ from symbiosis.integrations.demo_report import NAMES, Outcome, report
 from symbiosis.integrations.processes import Child, Children, signals_as_interrupts, wait_for_end, wait_for_file
 from symbiosis.settings import Setting
 
-QUESTIONS = ("Do you eat", "What is the first element on the Periodic Table?")  # held out with the split's seed
+QUESTIONS = ("Do you eat", "Robots are stupid")  # of the held-out pairs
 ANSWER_TOKENS = 20
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0  # the first start converts the model: 30 s on a quiet machine
@@ -55,7 +55,7 @@ class Options:
 
     out: Path = Path("adapters")
     steps: int = 30
-    held_out_pairs: int = 64
+    held_out_pairs: int = 48
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -95,8 +95,8 @@ def memory(outcome: Outcome) -> list[str]:
     return [
         "Memory (clients: above what importing torch, transformers and PEFT takes)",
         *_table(rows),
-        "  The base is held once, by the server. A client holds embeddings, norms and its adapter, and in training",
-        "  its own activations and logits, as it would with a local model.",
+        "  The base is held once, by the server. A client holds embeddings, norms and its adapter; what training adds",
+        "  is activations and logits of its own batch, as much as with a local model.",
     ]
 
 

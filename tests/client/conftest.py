@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from symbiosis.remote import RemoteMixin
 OUTPUT_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 FAMILIES = ("llama", "qwen2", "gemma2", "gpt2")
+
+RANDOM = threading.Lock()  # torch's generator is one for all threads
 
 ATTENTION = {"gpt2": ["c_attn"]}
 VALUES = {"gpt2": ["c_attn"]}
@@ -108,7 +111,7 @@ def connection(served: Served) -> Iterator[Connection]:
 
 def adapt(model: nn.Module, config: peft.PeftConfig, scale: float = 0.05) -> Any:
     """get_peft_model with the same adapter each time, every parameter of it away from its initial value."""
-    with torch.random.fork_rng(devices=[]):
+    with RANDOM, torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         adapted = peft.get_peft_model(model, config)
         with torch.no_grad():

@@ -400,7 +400,9 @@ def test_loftq_before_wrap(served: Served, connection: Connection) -> None:
 def test_loftq_after_wrap(served: Served, connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("is_bnb_available", "is_bnb_4bit_available"):
         monkeypatch.setattr(peft.utils.loftq_utils, name, lambda: True)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", types.ModuleType("bitsandbytes"))
+    bitsandbytes: Any = types.ModuleType("bitsandbytes")
+    bitsandbytes.nn = types.SimpleNamespace(Params4bit=lambda weight, **_: weight.round())  # any use of the values
+    monkeypatch.setitem(sys.modules, "bitsandbytes", bitsandbytes)
     monkeypatch.setattr(HollowWeight, "to", lambda self, *args, **kwargs: self, raising=False)  # to the GPU
     model = connection.wrap(served.model())
 

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import peft
+import pytest
 import torch
 from torch import nn
 
 import symbiosis
+from symbiosis.adapters import base_modules, canonical_name
 from symbiosis.connection import Connection
 from symbiosis.errors import SymbiosisError
 from symbiosis.flight.server import Server
@@ -112,6 +113,7 @@ class Row:
         slow: left out of the fast tests.
         no_gradient: substrings of the names of trainable parameters that have none, locally as well.
         context: entered around everything on the client.
+        options: of `connect`.
         tolerance: multiplies all tolerances; the note says why.
     """
 
@@ -131,6 +133,7 @@ class Row:
     slow: bool = False
     no_gradient: tuple[str, ...] = ()
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    options: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 1.0
 
     def __post_init__(self) -> None:
@@ -162,6 +165,15 @@ class Step:
     loss: float
     outputs: dict[str, torch.Tensor] = field(repr=False)
     gradients: dict[str, torch.Tensor] = field(repr=False)
+
+
+def params(sections: Sequence[Section]) -> list[Any]:
+    """The rows as pytest's parameters."""
+    return [
+        pytest.param(row, id=f"{section.title}-{row.name}".replace(" ", "_"), marks=[pytest.mark.slow] if row.slow else [])
+        for section in sections
+        for row in section.rows
+    ]
 
 
 class Bench:
@@ -199,7 +211,7 @@ def check(row: Row, bench: Bench) -> Measured | None:
         return None
     assert row.build is not None
     base, url = bench.serve(row.build)
-    with row.context(), symbiosis.connect(url) as connection:
+    with row.context(), symbiosis.connect(url, **row.options) as connection:
         if row.refused:
             _check_refusal(row, base, connection)
             return None
@@ -286,9 +298,7 @@ class _Comparison:
         self._holds_no_base(model)
         if thorough:
             self._same_training(model)
-        plan = plan_of(model)
-        assert plan is not None
-        stays = {name: why for where, name, _, why in plan.rows() if where == "local"}
+        stays = stays_local(model)
         return Measured(stays, (training_calls, passing_calls))
 
     def _counted(self, act: Callable[[], None]) -> int:
@@ -304,7 +314,8 @@ class _Comparison:
 
     def _same_outputs(self, model: Any) -> None:
         output = run(self.row, model)
-        assert not any(isinstance(value, Deferred) for _, value in leaves(output)), "a user got a deferred result"
+        for name, value in leaves(output):
+            assert not (isinstance(value, Deferred) and value.node.value is None), f"{name} is still to be computed"
         same_tensors(outputs_of(output), self.expected.outputs, OUTPUT_TOLERANCE * self.row.tolerance)
 
     def _same_hidden_states(self, model: Any) -> None:
@@ -330,16 +341,34 @@ class _Comparison:
 
     def _holds_no_base(self, model: nn.Module) -> None:
         layers = remote_layers(model)
+        assert layers
         for layer in layers:
             assert layer.weight.numel() == 0, f"{layer.layer.name} has elements"
             assert layer.weight.untyped_storage().nbytes() == 0, f"{layer.layer.name} has storage"
-        remote = [entry for entry in plan_of(model).remote if entry.info is not None]  # type: ignore[union-attr]
-        assert remote
-        heaviest = max(remote, key=lambda entry: entry.info.parameters if entry.info else 0)
-        held = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad}
-        local = Counter(name for name in held if heaviest.name in name)
-        matrices = [n for n in local if held[n] >= (heaviest.info.parameters if heaviest.info else 0)]
-        assert not matrices, f"{matrices} are still here"
+        unpublished = set(held_matrices(model)) - {info.name for info in self.connection.manifest.parameters}
+        stays = {f"{entry.name}.weight" for entry in plan_of(model).local}  # type: ignore[union-attr]
+        if self.row.client is None:
+            assert unpublished <= stays, f"{sorted(unpublished - stays)} are still here"
+
+
+def stays_local(model: nn.Module) -> dict[str, str]:
+    """What a wrapped model computes with matrices of its own: names with layer numbers folded, and why."""
+    plan = plan_of(model)
+    assert plan is not None
+    linears = {name: why for where, name, _, why in plan.rows() if where == "local"}
+    others = {re.sub(r"\.\d+\.", ".*.", name) for name in held_matrices(model)}
+    return linears | {name: "no linear" for name in sorted(others) if name.removesuffix(".weight") not in linears}
+
+
+def held_matrices(model: nn.Module) -> list[str]:
+    """Frozen parameters of the base on the client, but vectors and embeddings; names as on the server."""
+    return [
+        f"{canonical_name(path)}.{key}"
+        for path, module in base_modules(_base(model))
+        if not isinstance(module, nn.Embedding)
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter.dim() > 1 and parameter.numel() and not parameter.requires_grad
+    ]
 
 
 def step(row: Row, model: Any) -> Step:

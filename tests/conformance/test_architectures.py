@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance.architectures import SECTIONS
-from tests.conformance.harness import Bench, Row, check
-
-ROWS = [row for section in SECTIONS for row in section.rows]
+from tests.conformance.harness import Bench, Row, check, params
 
 
-def params(rows: list[Row]) -> list[object]:
-    return [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.slow else []) for row in rows]
-
-
-@pytest.mark.parametrize("row", params(ROWS))
+@pytest.mark.parametrize("row", params(SECTIONS))
 def test_row(row: Row, bench: Bench) -> None:
     check(row, bench)

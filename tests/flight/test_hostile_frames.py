@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from random import Random
 from typing import Any, NamedTuple
 
 import msgspec
@@ -345,6 +346,19 @@ def test_segment_is_refused_in_band(
     honest(stream)
 
 
+def test_a_segment_may_not_grow_on_the_way(server: Server, raw_stream: Callable[..., Any]) -> None:
+    # A small request and a small reply, but a value in between that is larger than any message may be.
+    up = "model.layers.0.mlp.up_proj"  # 32 -> 56: 64 KiB at 292 tokens
+    header = request(
+        op="segment", modules=[], tensors=[tensor("F32", 300, D_IN)], steps=[["linears", [up], [0], 1.0]], outputs=[0]
+    )
+
+    reply, _ = raw_stream(server.url).send(header, body(300 * D_IN * 4))
+
+    check_refusal(reply, "MESSAGE_TOO_LARGE", 9)
+    assert "send at most 292 tokens" in reply["message"]
+
+
 def test_steps_outside_of_a_segment_are_refused(server: Server, raw_stream: Callable[..., Any]) -> None:
     reply, _ = raw_stream(server.url).send(request(steps=[["scale", [], [0], 1.0]], outputs=[1]), body())
 
@@ -367,6 +381,28 @@ def test_all_frames_on_one_stream(server: Server, raw_stream: Callable[..., Any]
         reply, _ = stream.send(attack.header, attack.body)
         assert (name, reply.get("code")) == (name, attack.code)
 
+    honest(stream)
+
+
+def test_frames_with_changed_bytes_are_answered_in_band(
+    server: Server, raw_stream: Callable[..., Any], honest: Callable[..., None]
+) -> None:
+    stream = raw_stream(server.url)
+    random = Random(0)
+    origins = [encoded(), encoded(op="grad_input", modules=[MLP], tensors=[tensor("F32", 2, 32)] * 2)]
+    origins += [encoded(op="segment", modules=[], steps=[["linears", [Q], [0], 1.0]], outputs=[1])]
+    answers = set()
+
+    for _ in range(500):
+        frame = bytearray(random.choice(origins))
+        for _ in range(random.randint(1, 3)):
+            frame[random.randrange(len(frame))] = random.randrange(256)
+        reply, _ = stream.send(bytes(frame), random.choice([body(), body(512), None]))
+        answers.add(reply.get("code", "reply"))
+        check_nothing_leaks(reply.get("message", ""))
+
+    assert "REMOTE_COMPUTE" not in answers  # what is wrong with a frame is found before anything is computed
+    assert {"PROTOCOL", "UNKNOWN_MODULE"} <= answers
     honest(stream)
 
 

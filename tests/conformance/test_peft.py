@@ -1,0 +1,13 @@
+"""Every PEFT method of the table, remote against local."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conformance.adapters import SECTIONS
+from tests.conformance.harness import Bench, Row, check, params
+
+
+@pytest.mark.parametrize("row", params(SECTIONS))
+def test_row(row: Row, bench: Bench) -> None:
+    check(row, bench)
