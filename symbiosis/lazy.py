@@ -49,13 +49,13 @@ class SegmentRemote(Protocol):
 class Deferrals(threading.local):
     """What the deferred results of one model have in common: who will compute them, and the residual stream.
 
-    Only the residual stream may be added to a deferred result: it was normed before, and so the server
-    has seen it. The output of an adapter is neither sent nor taken for it. State is per thread.
+    Only the residual stream may be added to a deferred result: the server has seen it, as the input of a
+    layer, or normed. The output of an adapter is neither sent nor taken for it. State is per thread.
     """
 
     def __init__(self, remote: SegmentRemote) -> None:
         self.remote = remote
-        self._normed: deque[weakref.ref[torch.Tensor]] = deque(maxlen=8)
+        self._seen: deque[weakref.ref[torch.Tensor]] = deque(maxlen=16)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferrals:
         return self
@@ -63,13 +63,13 @@ class Deferrals(threading.local):
     def __reduce__(self) -> NoReturn:
         raise TypeError("a model with remote layers cannot be pickled: it holds a live connection")
 
-    def normed(self, x: torch.Tensor) -> None:
-        """Remember an input of a norm."""
-        if not any(known() is x for known in self._normed):
-            self._normed.append(weakref.ref(x))
+    def saw(self, x: torch.Tensor) -> None:
+        """Remember an input of a norm or of remote layers."""
+        if not any(known() is x for known in self._seen):
+            self._seen.append(weakref.ref(x))
 
     def is_residual(self, x: torch.Tensor) -> bool:
-        return isinstance(x, Deferred) or any(known() is x for known in self._normed)
+        return isinstance(x, Deferred) or any(known() is x for known in self._seen)
 
 
 class Node:

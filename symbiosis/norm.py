@@ -22,8 +22,9 @@ class RemoteNorm:
     A norm that was trained, replaced or hooked is computed here, as is every input that is here already.
     """
 
-    def __init__(self, name: str, module: nn.Module, deferrals: Deferrals) -> None:
+    def __init__(self, name: str, module: nn.Module, width: int, deferrals: Deferrals) -> None:
         self.name = name
+        self._width = width
         self._deferrals = deferrals
         self._module = module
         self._own_forward = type(module).forward
@@ -32,11 +33,12 @@ class RemoteNorm:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         plain = isinstance(x, Deferred) and x.node.value is None and not (args or kwargs)
+        plain = plain and x.shape[-1] == self._width  # without parameters a norm takes any width, the server one
         if plain and deferring() and fits(x) and not self._values.changed(self._module.named_parameters()):
             return defer(self._deferrals, Step("call", (self.name,), ()), x, x.shape[-1], self._here)
         value = value_of(x)
         if deferring():
-            self._deferrals.normed(value)
+            self._deferrals.saw(value)
         return self._here(value, *args, **kwargs)
 
     def remember(self) -> None:

@@ -175,7 +175,7 @@ class RemoteMixin(nn.Module):
         original = self.original.to(self.weight.device, self.weight.dtype)
         original._parameters["bias"] = self._parameters["bias"]
         if self.weight.frozen:
-            original.weight.requires_grad_(False)  # type: ignore[operator,union-attr]
+            original.weight.requires_grad_(False)
         return original.train(self.training)
 
 

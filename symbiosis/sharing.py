@@ -191,6 +191,8 @@ class SharedInputs(threading.local):
             if x.node.value is None and deferring():
                 return split_rows(linears_of(x, names), widths, x.shape[:-1])
             x = value_of(x)
+        if deferring():
+            self.deferrals.saw(x)
         return cast("tuple[torch.Tensor, ...]", _Linears.apply(x, self.remote, names, widths))  # type: ignore[no-untyped-call]
 
     def _learn(self, together: tuple[Layer, ...]) -> None:

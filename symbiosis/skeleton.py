@@ -49,7 +49,7 @@ def build(manifest: Manifest, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that this thread makes get no storage; buffers do, since transformers computes them and never loads them.
+    """Parameters that this thread makes get no storage; buffers do: transformers computes and never loads them.
 
     accelerate's init_empty_weights does that to the modules of all threads.
     """
@@ -60,7 +60,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(empty)
+    hook = register_module_parameter_registration_hook(empty)  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -337,7 +337,7 @@ def _swap(base: nn.Module, plan: Plan, infos: Mapping[str, ModuleInfo]) -> None:
 
 
 def _stand_in(original: Any, entry: Entry, plan: Plan, widths: Collection[int]) -> nn.Module:
-    kind = stand_in_class(type(original))
+    kind: Any = stand_in_class(type(original))  # type: ignore[arg-type]
     stand_in: RemoteMixin = kind(entry.remote_name, plan.shared, original, keep=plan.keeps_weights)
     # What cannot be part of a residual stream is looked at, and the client's own bias is not the server's.
     joins = entry.info is not None and entry.info.d_out in widths
@@ -353,7 +353,7 @@ def _swap_norms(base: nn.Module, infos: Mapping[str, ModuleInfo], shared: Shared
         if info is None or info.kind != "norm" or "forward" in module.__dict__ or _ends_model(base, path):
             continue
         if _agrees([p for _, p in sorted(module.named_parameters())], info.hashes):
-            module.forward = RemoteNorm(info.name, module, shared.deferrals)
+            module.forward = RemoteNorm(info.name, module, info.d_in, shared.deferrals)
 
 
 def _ends_model(base: nn.Module, path: str) -> bool:

@@ -205,7 +205,6 @@ def _parse(argv: Sequence[str] | None) -> Options:
 
 
 def _count(word: str) -> int:
-    number = int(word)
-    if number < 1:
+    if not word.isdecimal() or not int(word):
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {word!r}")
-    return number
+    return int(word)

@@ -57,9 +57,7 @@ def test_a_saved_adapter_opens_in_plain_peft(
 
 
 @pytest.mark.parametrize("served", ["gpt2"], indirect=True)
-def test_peft_finds_fan_in_fan_out_as_it_does_locally(
-    served: Served, connection: Connection, tmp_path: Path
-) -> None:
+def test_peft_finds_fan_in_fan_out_as_it_does_locally(served: Served, connection: Connection, tmp_path: Path) -> None:
     """On a Conv1D, peft corrects the config by what it finds; an nn.Linear in its place would flip it."""
     saved = []
     for side, wrap in (("local", lambda model: model), ("remote", connection.wrap)):
@@ -146,9 +144,7 @@ def test_rows_of_a_batch_may_use_different_adapters(served: Served, connection: 
                 if "other" in name:
                     parameter.copy_(0.05 * torch.randn_like(parameter))
         with torch.no_grad():
-            outputs.append(
-                model.eval()(input_ids=tokens(3, 6), adapter_names=["default", "__base__", "other"]).logits
-            )
+            outputs.append(model.eval()(input_ids=tokens(3, 6), adapter_names=["default", "__base__", "other"]).logits)
 
     assert difference(*outputs) <= 1e-5
 

@@ -67,7 +67,7 @@ def test_closing_twice_and_using_after(served: Served) -> None:
     conn.close()
 
     for use in (conn.health, conn.server_stats, conn.load_model, lambda: model(input_ids=torch.tensor([[3]]))):
-        with pytest.raises(ClosedError, match="call symbiosis.connect again"):
+        with pytest.raises(ClosedError, match=r"call symbiosis\.connect again"):
             use()
     assert conn.stats() == conn.stats()
     assert "closed" in repr(conn)

@@ -232,9 +232,7 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("peft_by_trl", [True, False])
-def test_trl_sft(
-    served: Served, connection: Connection, tmp_path: Path, tokenizer: Any, peft_by_trl: bool
-) -> None:
+def test_trl_sft(served: Served, connection: Connection, tmp_path: Path, tokenizer: Any, peft_by_trl: bool) -> None:
     import datasets
     import trl
 
@@ -394,7 +392,7 @@ def test_a_manual_adapter(served: Served, connection: Connection, tokens: Any) -
 
 
 def test_prompt_tuning(served: Served, connection: Connection, tokens: Any) -> None:
-    # Prefix tuning in peft 0.21 hands over `past_key_values`, which transformers 5.24 warns of; tests/conformance has it.
+    # Prefix tuning in peft 0.21 hands over `past_key_values`, of which transformers 5.24 warns: see tests/conformance.
     config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     steps = [run_step(adapt(wrap(served.model()), config), tokens()) for wrap in (connection.wrap, lambda m: m)]
     assert_same_step(*steps)

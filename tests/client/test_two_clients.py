@@ -71,9 +71,7 @@ def test_threads_of_one_connection(served: Served, tokens: Any) -> None:
         outputs = together(*(lambda s=s: forward(s) for s in range(4)))
         with torch.no_grad():
             for seed, logits in enumerate(outputs):
-                torch.testing.assert_close(
-                    logits, locals_[0](input_ids=tokens(seed=seed)).logits, rtol=1e-4, atol=1e-5
-                )
+                torch.testing.assert_close(logits, locals_[0](input_ids=tokens(seed=seed)).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_training_beside_generation(served: Served, tokens: Any) -> None:

@@ -81,7 +81,9 @@ def text_batch(model: Any) -> Batch:
 
 def prompt(model: Any) -> Batch:
     """What generation starts from: one sequence of five tokens."""
-    ids = torch.randint(3, model.config.get_text_config().vocab_size, (1, 5), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        3, model.config.get_text_config().vocab_size, (1, 5), generator=torch.Generator().manual_seed(1)
+    )
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -170,7 +172,9 @@ class Step:
 def params(sections: Sequence[Section]) -> list[Any]:
     """The rows as pytest's parameters."""
     return [
-        pytest.param(row, id=f"{section.title}-{row.name}".replace(" ", "_"), marks=[pytest.mark.slow] if row.slow else [])
+        pytest.param(
+            row, id=f"{section.title}-{row.name}".replace(" ", "_"), marks=[pytest.mark.slow] if row.slow else []
+        )
         for section in sections
         for row in section.rows
     ]
@@ -229,13 +233,8 @@ def client_model(row: Row, base: nn.Module) -> nn.Module:
 def _check_refusal(row: Row, base: nn.Module, connection: Connection) -> None:
     """Each way must end in an error of our tree, with the words that the row declares."""
     for order in row.orders:
-        try:
-            model = make(row, base, connection, order)
-            step(row, model)
-        except SymbiosisError as error:
-            assert re.search(row.refused, str(error)), f"{order}: another message: {error}"
-        else:
-            raise AssertionError(f"{order}: not refused")
+        with pytest.raises(SymbiosisError, match=row.refused):
+            step(row, make(row, base, connection, order))
 
 
 def make(row: Row, base: nn.Module, connection: Connection, order: str) -> Any:
@@ -326,10 +325,12 @@ class _Comparison:
     def _same_text(self, model: Any) -> None:
         for _ in range(2):
             found = generate(self.row, model)
-            assert torch.equal(found, self.expected_text), f"generated {found.tolist()}, not {self.expected_text.tolist()}"
+            assert torch.equal(found, self.expected_text), (
+                f"generated {found.tolist()}, not {self.expected_text.tolist()}"
+            )
 
     def _same_training(self, model: Any) -> None:
-        local = copy.deepcopy(self.local)
+        local = self.row.adapt(client_model(self.row, self.base)).eval()  # a copy would lose hooks of parameters
         there, here = train(self.row, model), train(self.row, local)
         for got, expected in zip(there, here, strict=True):
             same_number("loss in training", got, expected, TRAINING_TOLERANCE * self.row.tolerance)
@@ -337,7 +338,9 @@ class _Comparison:
         # The adapters have changed: what was learnt about calls must not remember the old ones.
         expected_outputs = outputs_of(run(self.row, local))
         for _ in range(2):
-            same_tensors(outputs_of(run(self.row, model)), expected_outputs, 10 * TRAINING_TOLERANCE * self.row.tolerance)
+            same_tensors(
+                outputs_of(run(self.row, model)), expected_outputs, 10 * TRAINING_TOLERANCE * self.row.tolerance
+            )
 
     def _holds_no_base(self, model: nn.Module) -> None:
         layers = remote_layers(model)
