@@ -23,7 +23,7 @@ SLOW   := slow and not gpu and not browser
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo setup test test-slow check format bench clean
+.PHONY: help demo setup test test-slow conformance check format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -38,6 +38,10 @@ test: $(STAMPS)/dev ## the fast tests, warnings as errors
 
 test-slow: $(STAMPS)/dev ## the tests on the demo model
 	$(BIN)/python -m pytest -m "$(SLOW)" $(PYTEST_ARGS)
+
+conformance: $(STAMPS)/dev ## every line of docs/compatibility.md, tested, then the table written again
+	$(BIN)/python -m pytest tests/conformance $(PYTEST_ARGS)
+	$(BIN)/python -m tests.conformance.table
 
 check: $(STAMPS)/dev ## format, lint, types, layers, then the fast tests
 	$(BIN)/python -m ruff format --check .

@@ -47,12 +47,15 @@ class Watch:
     def close(self) -> None:
         """End the calls under way, and then the thread."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
-            calls = tuple(self._calls) if self._pid == os.getpid() else ()
+            if self._pid != os.getpid():
+                return
+            calls = tuple(self._calls)
+            self._wake()  # with the lock held: the thread cannot have closed the pipe
         for call in calls:
             call.stop("closed")
-        if self._pid == os.getpid():
-            self._wake()
 
     def _add(self, call: WatchedCall) -> None:
         with self._lock:
@@ -76,26 +79,30 @@ class Watch:
         self._calls.discard(call)
 
     def _start(self) -> None:
-        """Pipe and thread of this process; a forked child must not share its parent's."""
+        """Pipe and thread of this process; a forked child must not share its parent's.
+
+        Ctrl-C in here leaves `_pid` as it was: the next call starts another thread, and this one ends.
+        """
         self._calls = set()
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        threading.Thread(target=self._loop, name="symbiosis-watch", daemon=True).start()
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._reader, self._writer = reader, writer
+        threading.Thread(target=self._loop, args=(reader, writer), name="symbiosis-watch", daemon=True).start()
         self._pid = os.getpid()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._writer, b"\0")
 
-    def _needed(self) -> bool:
+    def _needed(self, reader: int) -> bool:
         # While a call is under way its thread may hold our descriptor as the process's: not closed before.
         with self._lock:
-            return bool(self._calls) or not self._closed
+            return self._reader == reader and (bool(self._calls) or not self._closed)
 
-    def _loop(self) -> None:
+    def _loop(self, reader: int, writer: int) -> None:
         poller = select.poll()  # select() refuses descriptors above 1023
-        poller.register(self._reader, select.POLLIN)
+        poller.register(reader, select.POLLIN)
         busy_s = time.monotonic()
-        while self._needed():
+        while self._needed(reader):
             idle = not self._closed and not self._calls and time.monotonic() - busy_s > LINGER_S
             self._asleep = idle
             # A call that began before _asleep was set did not wake us: look once more before sleeping.
@@ -103,12 +110,12 @@ class Watch:
             ready = poller.poll(None if sleep else POLL_S * 1e3)
             self._asleep = False
             if ready:
-                self._on_signals(os.read(self._reader, 64))
+                self._on_signals(os.read(reader, 64))
             if self._calls:
                 busy_s = time.monotonic()
                 self._expire(busy_s)
-        os.close(self._reader)
-        os.close(self._writer)
+        os.close(reader)
+        os.close(writer)
 
     def _on_signals(self, received: bytes) -> None:
         signals = received.replace(b"\0", b"")

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from symbiosis.flight.protocol import MAX_STEPS, MAX_TENSORS, Step
 
 ADDS = (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add)
+ADDS_IN_PLACE = (torch.Tensor.add_, torch.Tensor.__iadd__)
 SCALES = (torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.mul)
 DROPOUTS = (functional.dropout, torch.dropout)
 # Questions about a tensor that its stand-in answers itself.
@@ -147,6 +148,13 @@ class Deferred(torch.Tensor):
     def __init__(self, node: Node, like: torch.Tensor) -> None:
         super().__init__()
 
+    def become(self, other: Deferred) -> Deferred:
+        """Stand for another value from now on. What was computed from this one before keeps the old one."""
+        self.node.holder = None
+        self.node = other.node
+        self.node.holder = weakref.ref(self)
+        return self
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,6 +185,9 @@ def _put_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
         return args[0] if args and not training and isinstance(args[0], Deferred) else None
     if len(args) != 2 or kwargs:
         return None
+    if func in ADDS_IN_PLACE and isinstance(args[0], Deferred) and args[0].node.value is None:
+        total = _put_off(torch.add, args, kwargs)
+        return args[0].become(total) if isinstance(total, Deferred) else None
     if func in ADDS and _same_place(*args):
         deferrals = next(arg.node.deferrals for arg in args if isinstance(arg, Deferred))
         if not all(map(deferrals.is_residual, args)):
@@ -247,8 +258,12 @@ def linears_of(tensor: Deferred, names: tuple[str, ...]) -> torch.Tensor:
 
 
 def _look(tensor: Deferred) -> torch.Tensor:
-    if tensor.node.looked_at is not None:
-        tensor.node.looked_at()
+    node = tensor.node
+    # To look at a norm is to look at what it norms: k, where attention norms it.
+    normed = [arg for arg in node.args if isinstance(arg, Node) and arg.value is None] if node.local else []
+    for looked in (node, *normed):
+        if looked.looked_at is not None:
+            looked.looked_at()
     return value_of(tensor)
 
 
@@ -279,6 +294,8 @@ def _run(targets: Sequence[Node], linears: tuple[str, ...], lead: Sequence[int])
         steps.append(Step("linears", linears, (places[id(targets[0])],)))
     kept = _kept(order, targets[0], bool(linears))
     outputs = [*(places[id(node)] for node in kept), *([len(inputs) + len(steps) - 1] if linears else [])]
+    for value in inputs:
+        targets[0].deferrals.saw(value)
     flat = [value.reshape(-1, value.shape[-1]) for value in inputs]  # each [N, d]
     results = targets[0].deferrals.remote.segment(steps, outputs, flat)
     for node, value in zip(kept, results, strict=False):

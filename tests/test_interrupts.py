@@ -462,5 +462,44 @@ def test_the_thread_sleeps_while_there_are_no_calls(monkeypatch: pytest.MonkeyPa
     watch.close()
 
 
+def test_ctrl_c_while_the_thread_is_started_leaves_one_thread_and_one_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    watch = Watch()
+    with monkeypatch.context() as once:
+        once.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt), watch.call(lambda: None, time.monotonic() + 10):
+            pass
+
+    with watch.call(lambda: None, time.monotonic() + 10):
+        pass
+
+    time.sleep(0.3)  # the first thread finds out within 0.1 s that it is not the one
+    assert sum(thread.name == "symbiosis-watch" for thread in threading.enumerate()) == 1
+    watch.close()
+    time.sleep(0.2)
+    assert not any(thread.name == "symbiosis-watch" for thread in threading.enumerate())
+
+
+def test_closing_twice_writes_to_nobody_elses_descriptor() -> None:
+    watch = Watch()
+    with watch.call(lambda: None, time.monotonic() + 10):
+        pass
+    watch.close()
+    time.sleep(0.3)
+    reader, writer = os.pipe2(os.O_NONBLOCK)  # takes the numbers that the watch gave back
+
+    watch.close()
+
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+
+
 def test_closing_an_unused_watch_is_fine() -> None:
     Watch().close()
