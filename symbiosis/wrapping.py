@@ -163,6 +163,7 @@ def _entries(
     granularity: Granularity,
 ) -> Iterator[Entry]:
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None  # type: ignore[operator]
+    gone: set[nn.Module] = set()  # inside of blocks that only the server can compute
     for path, module in base_modules(base):
         name = canonical_name(path)
         info = infos.get(name)
@@ -177,7 +178,10 @@ def _entries(
             if asked:
                 yield Entry(path, name, "local", "asked for by local=", info)
             elif required or granularity != "linear":
+                gone.update(module.modules() if required else ())
                 yield Entry(path, name, "block", EXPERTS if required else "frozen block in one call", info)
+        if not isinstance(module, (nn.Linear, Conv1D, nn.Embedding)) and module not in gone and _matrices(module):
+            yield Entry(path, name, "local", f"{', '.join(_matrices(module))}: no linear")
 
 
 def _stays(module: nn.Module, info: ModuleInfo | None, asked: bool, trained: bool) -> str:
@@ -208,12 +212,11 @@ def _required(name: str, block: nn.Module, infos: Mapping[str, ModuleInfo]) -> b
 
 def _has_own_matrices(block: nn.Module) -> bool:
     """Whether a block holds matrices that belong to no linear, such as fused experts."""
-    return any(
-        parameter is not None and parameter.dim() >= 2
-        for _, module in base_modules(block)
-        if not isinstance(module, (nn.Linear, Conv1D))
-        for parameter in module._parameters.values()
-    )
+    return any(_matrices(module) for _, module in base_modules(block) if not isinstance(module, (nn.Linear, Conv1D)))
+
+
+def _matrices(module: nn.Module) -> list[str]:
+    return [key for key, parameter in module._parameters.items() if parameter is not None and parameter.dim() > 1]
 
 
 def _no_module_message(base: nn.Module, manifest: Manifest, entries: Iterable[Entry]) -> str:

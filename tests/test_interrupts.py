@@ -469,6 +469,11 @@ def test_ctrl_c_while_the_thread_is_started_leaves_one_thread_and_one_pipe(monke
         start(thread)
         raise KeyboardInterrupt
 
+    def watching() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "symbiosis-watch"} - others
+
+    others: set[threading.Thread] = set()
+    others = watching()
     watch = Watch()
     with monkeypatch.context() as once:
         once.setattr(threading.Thread, "start", interrupted)
@@ -479,10 +484,10 @@ def test_ctrl_c_while_the_thread_is_started_leaves_one_thread_and_one_pipe(monke
         pass
 
     time.sleep(0.3)  # the first thread finds out within 0.1 s that it is not the one
-    assert sum(thread.name == "symbiosis-watch" for thread in threading.enumerate()) == 1
+    assert len(watching()) == 1
     watch.close()
     time.sleep(0.2)
-    assert not any(thread.name == "symbiosis-watch" for thread in threading.enumerate())
+    assert not watching()
 
 
 def test_closing_twice_writes_to_nobody_elses_descriptor() -> None:

@@ -18,15 +18,15 @@ PACKAGES = ("transformers", "peft", "torch")
 INTRO = """\
 # Compatibility
 
-Each line is a test (`tests/conformance`, run by `make conformance`): a tiny random model in float32, wrapped and adapted, against the
-same model without us. Outputs and loss agree to a relative 1e-5, the gradient of every trained parameter to 1e-4, five steps
-of AdamW follow the same losses, and greedy generation gives the same tokens. The line also proves that calls were made and that the client
-holds no base weight. Where a line says that something stays local, that is all that does, besides embeddings, norms, biases
-and a tied head.
+Each line is a test (`tests/conformance`, run by `make conformance`): a tiny random model in float32, wrapped and
+adapted, against the same model without us. Outputs and loss agree to a relative 1e-5, the gradient of every trained
+parameter to 1e-4, five steps of AdamW follow the same losses, and greedy generation gives the same tokens. The line
+also proves that calls were made and that the client holds no base weight. Where a line says that something stays
+local, that is all that does, besides embeddings, norms, biases and a tied head.
 
-Tolerances are not zero because a product's rounding depends on what it is batched with (about 1e-7 a layer in float32).
-In bfloat16 a layer with a bias rounds once more than a local one; a checkpoint loaded in bfloat16 on one side and float32 on the other
-agrees to bfloat16's 3 digits.
+Tolerances are not zero because a product's rounding depends on what it is batched with (about 1e-7 a layer in
+float32). In bfloat16 a layer with a bias rounds once more than a local one; a checkpoint loaded in bfloat16 on one
+side and float32 on the other agrees to bfloat16's 3 digits.
 
 `works`: as above. `refused`: a named error says why and what to do instead. `not tried`: nobody has; it may work.
 
