@@ -13,7 +13,6 @@ of AdamW, which divides by the size of each gradient, losses agree to 1e-4.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
