@@ -106,9 +106,9 @@ class ServerOptions(Options):
         description="Most bytes of waiting requests; above it new ones are refused with a retry-after.",
     )
     max_wait_us: int = Field(
-        default=200_000,
+        default=3_000_000,
         ge=0,
-        le=1_000_000,
+        le=10_000_000,
         description="Longest that a request is held for one foreseen to share its batch; 0 = never.",
     )
     drain_timeout_s: float = Field(

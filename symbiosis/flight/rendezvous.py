@@ -29,8 +29,8 @@ FORGET_S = 30.0  # a client unseen for this long is forgotten
 OVERDUE = 2.0  # a client that is this many times later than foreseen is not waited for
 SLACK_S = 0.0003  # jitter that is always allowed for
 ALIKE = 8  # requests that differ in tokens by more than this factor are not held for each other
-START_BUDGET_S = 0.3  # enough to line up once
-MAX_BUDGET_S = 0.6
+START_CALLS = 128  # a new client may be held for as long as its first calls took: enough to line up once
+MAX_CALLS = 256  # most that a client can have saved up, in calls at its pace
 ALLOWANCE = 0.05  # share of a client's time that it may be held
 CALL_OVERHEAD_S = 0.0001  # saved by each call that is not computed by itself, besides its product
 
@@ -48,11 +48,19 @@ class _Client:
     key: Hashable
     seen_s: float
     tokens: int
-    budget_s: float = START_BUDGET_S
+    budget_s: float = 0.0
+    calls: int = 0
+    pace_s: float = 0.0  # usual time between two calls
     steps: dict[Hashable, _Step] = field(default_factory=dict)
 
+    def called(self, gap_s: float) -> None:
+        """Another call: it earns a share of the time that it took."""
+        self.calls += 1
+        self.pace_s += (gap_s - self.pace_s) * max(0.01, 1 / self.calls)
+        self.earn(gap_s if self.calls <= START_CALLS else ALLOWANCE * gap_s)
+
     def earn(self, seconds: float) -> None:
-        self.budget_s = min(MAX_BUDGET_S, self.budget_s + seconds)
+        self.budget_s = min(MAX_CALLS * self.pace_s, self.budget_s + seconds)
 
 
 class Rendezvous:
@@ -75,7 +83,7 @@ class Rendezvous:
             self._clients[client] = _Client(key, now_s, tokens)
             return
         gap_s = now_s - known.seen_s
-        known.earn(ALLOWANCE * gap_s)
+        known.called(gap_s)
         step = known.steps.get(known.key)
         if step is not None and step.next == key:
             step.gap_s += SMOOTHING * (gap_s - step.gap_s)

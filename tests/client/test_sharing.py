@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -288,13 +290,35 @@ def test_a_result_does_not_cross_a_checkpoint(qkv: Layers, use_reentrant: bool) 
         return x.grad
 
     torch.testing.assert_close(run(qkv.layers), run(qkv.local))
+    assert ("k",) in qkv.remote.forwards  # a call of its own
+
+
+def test_a_result_of_a_recomputation_is_not_used_after_it(qkv: Layers) -> None:
+    """A checkpoint of somebody's own, which recomputes from the very tensor that the forward pass was given."""
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+            ctx.given = given
+            return qkv.layers["q"](x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            with torch.enable_grad():
+                return torch.autograd.grad(qkv.layers["q"](ctx.given), ctx.given, grad)[0], None
+
+    x = torch.randn(2, D_IN, requires_grad=True)
+    Recompute.apply(x, x).sum().backward()
+    qkv.remote.calls.clear()
+
+    qkv.check(x, [qkv.layers["k"](x)], "k")
+
+    assert len(qkv.remote.forwards) == 1
 
 
 def test_checkpoint_hooks_are_not_kept_alive(qkv: Layers) -> None:
     class Big:
         pass
-
-    import weakref
 
     big = Big()
     alive = weakref.ref(big)
