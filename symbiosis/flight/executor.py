@@ -77,7 +77,17 @@ class Executor:
             torch.set_num_threads(self._threads)
         with torch.no_grad():  # not inference_mode: a block's grad_input needs autograd inside
             while (batch := self._scheduler.next_batch()) is not None:
-                self._run(batch)
+                try:
+                    self._run(batch)
+                except Exception as error:  # whatever it was: one batch fails, the server goes on
+                    self._give_up(batch, error)
+
+    @staticmethod
+    def _give_up(batch: Batch, error: Exception) -> None:
+        failure = _as_ours(error)
+        for task in batch.tasks:
+            if not task.result.done():
+                task.result.set_exception(failure)
 
     def _run(self, batch: Batch) -> None:
         now_s = time.perf_counter()

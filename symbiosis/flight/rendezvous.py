@@ -23,6 +23,7 @@ from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
+MAX_KEYS = 10_000  # more than a model of hundreds of layers has
 HORIZON_CALLS = 256  # how far ahead a client is followed
 SMOOTHING = 0.3  # weight of the newest gap between two calls
 FORGET_S = 30.0  # a client unseen for this long is forgotten
@@ -88,6 +89,8 @@ class Rendezvous:
         if step is not None and step.next == key:
             step.gap_s += SMOOTHING * (gap_s - step.gap_s)
         else:
+            if len(known.steps) > MAX_KEYS:
+                known.steps.clear()
             known.steps[known.key] = _Step(key, gap_s)
         known.key, known.seen_s, known.tokens = key, now_s, tokens
 
@@ -118,6 +121,8 @@ class Rendezvous:
         count = len(held_s)
         saved_s = CALL_OVERHEAD_S * (count - 1)
         if count == 1:
+            if len(self._alone_s) > MAX_KEYS:  # keys hold what clients choose
+                self._alone_s.clear()
             self._alone_s[key] = compute_s
         elif key in self._alone_s:
             saved_s += max(0.0, count * self._alone_s[key] - compute_s) / count
