@@ -64,7 +64,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     commands = [line for line in script if line.startswith("make ")]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
 
-    assert commands == ["make check", "make test-slow"]
+    assert commands == ["make check"]
     assert [command for command in commands if f"`{command}`" not in readme] == []
 
 

@@ -300,7 +300,7 @@ def test_a_result_of_a_recomputation_is_not_used_after_it(qkv: Layers) -> None:
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
             ctx.given = given
-            return qkv.layers["q"](x)
+            return qkv(x)[0]  # all three, or the sharing would end here
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
