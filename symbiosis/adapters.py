@@ -7,6 +7,7 @@ of the method and what to use instead. Whatever slips through meets the trap of 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -20,8 +21,13 @@ READS_AT_INIT = {"pissa": "PiSSA", "olora": "OLoRA", "loftq": "LoftQ", "corda": 
 
 def base_of(model: nn.Module) -> nn.Module:
     """The transformers model inside a PeftModel; any other model is its own base."""
+    if not hasattr(model, "peft_config"):
+        return model
     inner = getattr(model, "get_base_model", None)
-    return inner() if callable(inner) and hasattr(model, "peft_config") else model
+    if callable(inner):
+        return inner()  # type: ignore[no-any-return]
+    tuner: Any = model._modules.get("base_model")  # a PeftMixedModel
+    return tuner.model if hasattr(tuner, "inject_adapter") else model
 
 
 def canonical_name(path: str) -> str:

@@ -30,7 +30,12 @@ ADVICE = {
         "save the adapter with save_pretrained() and merge it where the base weights are, with plain peft",
     ),
     "dora": ("DoRA", "use LoRA or rsLoRA (use_dora=False)"),
+    "paramwrapper": (
+        "LoRA on experts that are one parameter (target_parameters)",
+        'target the attention layers, or keep the experts here: conn.wrap(model, local=["*experts*"])',
+    ),
 }
+METHODS = frozenset(what for what, _ in ADVICE.values())
 TUNER = re.compile(r"/peft/tuners/(\w+)/")
 
 

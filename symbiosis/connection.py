@@ -11,6 +11,7 @@ import os
 import platform
 import uuid
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from symbiosis import skeleton, wrapping
+from symbiosis import provenance, skeleton, wrapping
 from symbiosis.adapters import base_of
 from symbiosis.caller import Caller
 from symbiosis.config import ClientOptions, load_client_options
@@ -151,6 +152,7 @@ class Connection:
             reveals=self.options.reveal_adapter,
         )
         self._fill(base_of(model))
+        provenance.tag(model, self.manifest)
         return model
 
     def load_model(
@@ -185,6 +187,45 @@ class Connection:
         """
         wrapping.unwrap(model)
         return model
+
+    def save_adapter(self, model: Any, folder: str | Path, adapter_name: str = "default") -> Path:
+        """Save an adapter as an ordinary peft folder that also says which base it was made for.
+
+        Plain `model.save_pretrained` does as well, but for the revision; it may ask a model hub about the vocabulary.
+
+        Returns:
+            The folder of the adapter: a sub-folder if its name is not "default", as peft has it.
+
+        Raises:
+            ConfigError: not a PeftModel of a wrapped model, or it has no adapter of this name.
+        """
+        from symbiosis import export  # peft takes a second to import, which the others need not spend
+
+        self._check_wrapped(model)
+        return export.save(model, Path(folder), self.manifest, adapter_name)
+
+    def load_adapter(
+        self, model: Any, folder: str | Path, adapter_name: str = "default", *, is_trainable: bool = False
+    ) -> Any:
+        """Put a saved adapter, ours or plain peft's, on a wrapped model; warns if it was made for another base.
+
+        Args:
+            model: a wrapped model, or a PeftModel of one, which keeps the adapters it has.
+            folder: with adapter_config.json in it.
+            adapter_name: in this model.
+            is_trainable: whether to go on training it.
+
+        Returns:
+            The PeftModel.
+
+        Raises:
+            ConfigError: the model is not wrapped, the name is taken, or there is no adapter in the folder.
+            ModelMismatchError: tensors are missing, unexpected or of another size; the model is as it was before.
+        """
+        from symbiosis import export
+
+        self._check_wrapped(model)
+        return export.load(model, Path(folder), self.manifest, adapter_name, is_trainable)
 
     def tokenizer(self) -> Any:
         """The server's tokenizer, without a model hub.
@@ -244,6 +285,10 @@ class Connection:
             *self.stats().rows(),
         ]
         return html_table(rows)
+
+    def _check_wrapped(self, model: nn.Module) -> None:
+        if wrapping.plan_of(model) is None:
+            raise ConfigError("this model is not wrapped; call conn.wrap(model) first, or use plain peft")
 
     def _hello(self) -> Manifest:
         body = protocol.encode_header(protocol.Hello(protocol=protocol.VERSION))

@@ -182,6 +182,17 @@ def _getitem(expression: Any, index: Any) -> Any:
     return _like(expression, Product(Select(start, max(start, stop), size), expression.node))
 
 
+def _index_copy(input: Any, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+    """Rows replaced by others, as trained tokens are in a tied head: diag(kept) W + S R, S [out, k] says where."""
+    if not isinstance(input, Expression) or isinstance(source, Expression) or dim % 2:
+        return NotImplemented
+    rows, replaced = input.node.shape[0], len(index)
+    kept = source.new_ones(rows).index_fill(0, index, 0)
+    places = torch.stack([index, torch.arange(replaced, device=index.device)])
+    where = torch.sparse_coo_tensor(places, source.new_ones(replaced), (rows, replaced), check_invariants=False)
+    return _like(input, Sum((Product(Diagonal(kept, rows), input.node), Product(Dense(where), Dense(source)))))
+
+
 def _transpose(expression: Expression, dim0: int = 0, dim1: int = 1) -> Any:
     return expression if dim0 % 2 == dim1 % 2 else _like(expression, expression.node.transposed())
 
@@ -290,6 +301,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("matmul", "mm", "__matmul__"), _matmul),
     "__rmatmul__": lambda other, input: _matmul(input, other),
     "addmm": _addmm,
+    "index_copy": _index_copy,
     "addmm_": _addmm_in_place,
     "__getitem__": _getitem,
     **dict.fromkeys(("t", "transpose", "swapaxes", ".T", ".mT"), _transpose),

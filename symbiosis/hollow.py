@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from symbiosis.advice import refusal
+from symbiosis.advice import METHODS, refusal, who_asked
 from symbiosis.errors import UnsupportedMethodError
 from symbiosis.expression import RULES, Expression, operation_of
 from symbiosis.matrix import Weight
@@ -241,9 +241,13 @@ def _asks_for_gradient(operation: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _training_refusal(args: tuple[Any, ...]) -> str:
     name = _module_name(args) or "this layer"
+    what, instead = who_asked()
+    message = f"the base weight of {name} stays on the server and cannot be trained"
+    if what in METHODS:
+        return f"{message}, which {what} does for a while. Instead, {instead}"
     return (
-        f"the base weight of {name} stays on the server and cannot be trained. Instead, train an adapter, or wrap a "
-        f"model that has its weights with wrap(local=[...]), which keeps the layers that it names here"
+        f"{message}. Instead, train an adapter, or wrap a model that has its weights with wrap(local=[...]), which "
+        "keeps the layers that it names here"
     )
 
 

@@ -259,9 +259,9 @@ def linears_of(tensor: Deferred, names: tuple[str, ...]) -> torch.Tensor:
 
 def _look(tensor: Deferred) -> torch.Tensor:
     node = tensor.node
-    # To look at a norm is to look at what it norms: k, where attention norms it.
-    normed = [arg for arg in node.args if isinstance(arg, Node) and arg.value is None] if node.local else []
-    for looked in (node, *normed):
+    # To look at a norm is to look at the product that it norms: k, where attention norms it.
+    args = [arg for arg in node.args if isinstance(arg, Node)] if node.local else []
+    for looked in (node, *(arg for arg in args if arg.value is None and arg.step.do in ("linears", "bias"))):
         if looked.looked_at is not None:
             looked.looked_at()
     return value_of(tensor)

@@ -42,7 +42,7 @@ def build(manifest: Manifest, dtype: torch.dtype) -> nn.Module:
     config = config_class.from_dict(json.loads(manifest.config, object_hook=_float))
     with _parameters_on_meta():
         model: Any = model_class._from_config(config, dtype=dtype)
-    model.config._name_or_path = manifest.model  # recorded in adapters as their base
+    model.config._name_or_path = model.name_or_path = manifest.model  # recorded in adapters as their base
     frozen: nn.Module = model.eval()
     return frozen
 

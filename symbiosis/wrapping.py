@@ -17,7 +17,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.adapters import base_modules, base_of, canonical_name, changed_by_adapter, refuse_weight_readers
+from symbiosis.adapters import (
+    base_modules,
+    base_of,
+    canonical_name,
+    changed_by_adapter,
+    is_wrapper,
+    refuse_weight_readers,
+)
 from symbiosis.block import RemoteBlock, RemoteExperts
 from symbiosis.errors import ConfigError, ModelMismatchError, UnsupportedMethodError
 from symbiosis.flight.fingerprint import hash_tensors
@@ -75,7 +82,7 @@ def wrap(
     refuse_weight_readers(model, {base.get_submodule(e.path) for e in entries if e.where == "remote"}, reveals)
     if has_meta(base):
         _check_skeleton(base, entries, manifest, keep_weights)
-    _check_weights(base, entries, manifest, verify)
+    entries = list(_checked(base, entries, infos, manifest, verify))
     plan = Plan(
         entries,
         SharedInputs(remote, lazy=granularity in ("auto", "segment"), reveals=reveals),
@@ -164,9 +171,14 @@ def _entries(
 ) -> Iterator[Entry]:
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None  # type: ignore[operator]
     gone: set[nn.Module] = set()  # inside of blocks that only the server can compute
+    by_weight: dict[int, ModuleInfo] = {}
     for path, module in base_modules(base):
+        if is_wrapper(module):  # what peft put around a layer, which may pass for one
+            continue
         name = canonical_name(path)
         info = infos.get(name)
+        if isinstance(module, (nn.Linear, Conv1D)):  # peft's layer_replication: other names for the same weights
+            info = by_weight.get(id(module.weight)) if info is None else by_weight.setdefault(id(module.weight), info)
         asked = any(fnmatch.fnmatch(name, pattern) for pattern in local)
         if isinstance(module, (nn.Linear, Conv1D)):
             reason = _stays(module, info, asked, trained)
@@ -251,22 +263,47 @@ def _check_skeleton(base: nn.Module, entries: Iterable[Entry], manifest: Manifes
             )
 
 
-def _check_weights(base: nn.Module, entries: Iterable[Entry], manifest: Manifest, verify: bool) -> None:
-    changed: str = ""
+def _checked(
+    base: nn.Module, entries: Iterable[Entry], infos: Mapping[str, ModuleInfo], manifest: Manifest, verify: bool
+) -> Iterator[Entry]:
+    """The entries that stand: a block with trained biases goes by its linears, which are entries of their own."""
+    changed = ""
     for entry in entries:
-        if entry.where == "local" or entry.info is None:
+        if entry.where == "local" or entry.info is None or _is_same(base, entry, infos, manifest, verify):
+            yield entry
+        elif entry.where == "block" and entry.reason != EXPERTS:
             continue
-        module = base.get_submodule(entry.path)
-        tensors = [_canonical_weight(module)] if entry.where == "remote" else _block_parameters(module)
-        if entry.where == "remote":
-            _check_shape(entry, tuple(tensors[0].shape), manifest)
-        if not verify or any(tensor.is_meta for tensor in tensors) or _same_values(entry, tensors, manifest):
-            continue
-        if entry.path == entry.name:  # no adapter is on it
+        elif entry.path == entry.name:  # no adapter is on it
             raise _other_values(entry, manifest)
-        changed = changed or entry.name
+        else:
+            changed = changed or entry.name
     if changed:
         raise changed_by_adapter(changed)
+
+
+def _is_same(base: nn.Module, entry: Entry, infos: Mapping[str, ModuleInfo], manifest: Manifest, verify: bool) -> bool:
+    """Whether what an entry is made of is the server's, as far as it is to be verified and is there."""
+    module = base.get_submodule(entry.path)
+    tensors = [_canonical_weight(module)] if entry.where == "remote" else _block_parameters(module)
+    if entry.where == "remote":
+        _check_shape(entry, tuple(tensors[0].shape), manifest)
+    elif not _same_vectors(module, entry.name, infos):
+        return False
+    return not verify or any(tensor.is_meta for tensor in tensors) or _same_values(entry, tensors, manifest)
+
+
+def _same_vectors(block: nn.Module, name: str, infos: Mapping[str, ModuleInfo]) -> bool:
+    """Whether the biases and norms in a block, which the client may have trained, are the server's."""
+    known = ((module, infos.get(canonical_name(f"{name}.{path}"))) for path, module in base_modules(block))
+    held = [(_vectors(module), info.bias or info.hashes) for module, info in known if info is not None]
+    return all(_agrees(vectors, hashes) for vectors, hashes in held if vectors)
+
+
+def _vectors(module: nn.Module) -> list[torch.Tensor]:
+    """What a client holds of a linear or a norm, in the order of the names."""
+    if next(module.children(), None) is not None:
+        return []
+    return [parameter for _, parameter in sorted(module.named_parameters()) if parameter.dim() == 1]
 
 
 def _canonical_weight(module: nn.Module) -> torch.Tensor:

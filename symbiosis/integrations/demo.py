@@ -123,9 +123,12 @@ def _fine_tune(children: Children, server: Child, url: str, options: Options) ->
 def _start_client(children: Children, inbox: Inbox, method: str, url: str, options: Options) -> Child:
     words = ["symbiosis.integrations.demo_client", "--url", url, "--method", method, "--out", str(options.out / method)]
     words += ["--steps", str(options.steps), "--held-out-pairs", str(options.held_out_pairs)]
-    return children.start(
-        f"client-{method}", *words, *_questions(), on_line=lambda line: inbox.put((method, decode(line)))
-    )
+    words += _questions()
+
+    def on_line(line: str) -> None:
+        inbox.put((method, decode(line)))
+
+    return children.start(f"client-{method}", *words, on_line=on_line, environ=_client_threads())
 
 
 def _next_event(inbox: Inbox, busy: Sequence[Child], tick: Callable[[], None]) -> tuple[str, Event]:
@@ -185,6 +188,12 @@ def _cache_dir() -> Path:
 def _environment() -> dict[str, str]:
     """For all children: threads that wait must sleep, since every process computes on the same cores."""
     return {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+
+
+def _client_threads() -> dict[str, str]:
+    """An equal share of the cores each: the clients' own work runs beside each other and beside the server's."""
+    threads = max(1, len(os.sched_getaffinity(0)) // len(NAMES))
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 
 def _say(text: str) -> None:

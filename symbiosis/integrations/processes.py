@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 
 from symbiosis.errors import DeadlineExceededError, SymbiosisError, from_wire
 
@@ -102,9 +102,11 @@ class Children:
         self._environ = environ
         self._all: list[Child] = []
 
-    def start(self, name: str, *words: str, on_line: OnLine | None = None) -> Child:
-        """Start `python -m WORDS...`; `name` is what errors call it, and its log file."""
-        child = Child(name, words, self._logs / f"{name}.log", self._environ, on_line)
+    def start(
+        self, name: str, *words: str, on_line: OnLine | None = None, environ: Mapping[str, str] = MappingProxyType({})
+    ) -> Child:
+        """Start `python -m WORDS...`; `name` is what errors call it, and its log file; `environ` is added."""
+        child = Child(name, words, self._logs / f"{name}.log", {**self._environ, **environ}, on_line)
         self._all.append(child)
         return child
 

@@ -32,8 +32,12 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return output
 
 
-@pytest.mark.parametrize("method", ["lora", "lora-all", "ia3", "adalora"])
-@pytest.mark.parametrize("served", FAMILIES, indirect=True)
+@pytest.mark.parametrize(
+    ("served", "method"),
+    [(family, "lora") for family in FAMILIES]
+    + [(family, method) for family in ("llama", "gpt2") for method in ("lora-all", "ia3", "adalora")],
+    indirect=["served"],
+)
 def test_a_saved_adapter_opens_in_plain_peft(
     served: Served, connection: Connection, tokens: Any, tmp_path: Path, method: str
 ) -> None:

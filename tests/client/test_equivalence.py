@@ -114,8 +114,12 @@ def test_model_on_the_meta_device(
     check(remote, connection, tokens, expected(served.family, "lora"))
 
 
-@pytest.mark.parametrize("method", LEARNING_RATES)
-@pytest.mark.parametrize("served", FAMILIES, indirect=True)
+@pytest.mark.parametrize(
+    ("served", "method"),
+    [(family, method) for family in FAMILIES for method in ("lora", "ia3")]
+    + [("llama", "lora-all"), ("gpt2", "lora-all")],
+    indirect=["served"],
+)
 def test_twenty_steps_of_training(served: Served, connection: Connection, tokens: Any, method: str) -> None:
     local = adapt(served.model(), served.config(method))
     remote = adapt(connection.wrap(served.model()), served.config(method))
@@ -127,8 +131,11 @@ def test_twenty_steps_of_training(served: Served, connection: Connection, tokens
     assert torch.equal(greedy(remote, tokens(1, 5)), greedy(local, tokens(1, 5)))
 
 
-@pytest.mark.parametrize("granularity", ["module", "auto"])
-@pytest.mark.parametrize("served", FAMILIES, indirect=True)
+@pytest.mark.parametrize(
+    ("served", "granularity"),
+    [*((family, "auto") for family in FAMILIES), ("llama", "module"), ("gpt2", "module")],
+    indirect=["served"],
+)
 def test_no_base_weight_is_left_in_the_process(
     served: Served, connection: Connection, tokens: Any, granularity: Granularity
 ) -> None:

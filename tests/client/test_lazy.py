@@ -10,11 +10,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
+import symbiosis
 from symbiosis.connection import Connection
 from symbiosis.lazy import Deferred
 from tests.client.conftest import OUTPUT_TOLERANCE, Served, adapt
+from tests.conftest import GATED, seeded
 
 
 def lora(model: nn.Module, served: Served) -> Any:
@@ -201,3 +204,39 @@ def test_linear_granularity_defers_nothing(served: Served, connection: Connectio
         model(tokens())
 
     assert calls(connection, lambda: model(tokens())) == 4 * served.base.config.num_hidden_layers + 1
+
+
+@torch.no_grad()
+def test_adding_in_place_changes_the_tensor_and_nothing_computed_from_it_before(
+    served: Served, connection: Connection
+) -> None:
+    model: Any = connection.wrap(served.model())
+    model.eval()
+    layer, x, z = model.model.layers[0].self_attn.o_proj, torch.randn(1, 3, 48), torch.randn(1, 3, 48)
+    weight = served.base.model.layers[0].self_attn.o_proj.weight  # type: ignore[union-attr]
+    a, b = x @ weight.T, z @ weight.T
+
+    late, other = layer(x), layer(z)
+    same, doubled = late, late + late
+    late += other
+    late.add_(other)
+
+    assert late is same
+    assert isinstance(late, Deferred)
+    assert close(doubled, 2 * a)
+    assert close(late, a + 2 * b)
+    assert close(other, b)
+
+
+@torch.no_grad()
+def test_a_product_that_attention_norms_is_fetched_with_its_siblings(start_server: Any, tokens: Any) -> None:
+    """The norm of k is looked at, and so k is: OLMo 2 norms q and k over their whole width."""
+    config = transformers.Olmo2Config(**GATED | {"head_dim": 8, "num_key_value_heads": 4})
+    base: Any = seeded(lambda: transformers.Olmo2ForCausalLM(config), 0)
+    with symbiosis.connect(start_server(base).url) as conn:
+        remote: Any = conn.wrap(copy.deepcopy(base))
+        for _ in range(3):
+            assert close(remote(tokens()).logits, base(tokens()).logits)
+
+        # q, k, v of the first layer; a segment for each layer, though no norm is before its attention; the head.
+        assert calls(conn, lambda: remote(tokens())) == 1 + config.num_hidden_layers + 1

@@ -251,3 +251,11 @@ def test_the_tokenizer_travels(with_tokenizer: Connection, tokenizer: Any) -> No
 def test_a_server_without_a_tokenizer_says_so(connection: Connection) -> None:
     with pytest.raises(ConfigError, match="publishes no tokenizer"):
         connection.tokenizer()
+
+
+def test_a_config_may_hold_what_json_cannot(tiny_llama: Any, start_server: Any) -> None:
+    base = tiny_llama()
+    base.config.limits = [0.0, float("inf")]  # as Bamba's time_step_limit
+
+    with symbiosis.connect(start_server(base).url) as conn:
+        assert conn.load_model().config.limits == [0.0, float("inf")]
