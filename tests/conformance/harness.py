@@ -98,11 +98,34 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table.
+class Line:
+    """What the table says of anything that was tried.
 
     Args:
-        name: in the table; unique in its section.
+        name: unique in its section.
+        note: shown in the table.
+        refused: the error that a user gets, as a regular expression; the line is then a refusal.
+        untried: why this was not tried.
+        slow: left out of the fast tests.
+        local: what stays on the client beside embeddings, a tied head and vectors: folded name to the plan's reason.
+        calls: of one step with gradients (forward and backward), and of one pass without once the
+            stand-ins have learnt; None is not checked.
+    """
+
+    name: str
+    note: str = field(default="", kw_only=True)
+    refused: str = field(default="", kw_only=True)
+    untried: str = field(default="", kw_only=True)
+    slow: bool = field(default=False, kw_only=True)
+    local: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    calls: tuple[int, int] | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Row(Line):
+    """A model and an adapter.
+
+    Args:
         build: the model that the server serves, the same one each time; rows that share it share a server.
         adapt: makes a PEFT model of the client's model, before or after `wrap`.
         client: the client's model, made from the served one; None is a copy.
@@ -110,13 +133,6 @@ class Row:
         loss: of its output.
         prompt: arguments of generate() beside the usual ones; None if the model does not generate.
         orders: "wrap first", "peft first", "skeleton", "meta": the ways to make a wrapped model that this row goes.
-        local: what stays on the client beside embeddings, a tied head and vectors: folded name to the plan's reason.
-        calls: of one step with gradients (forward and backward), and of one pass without once the
-            stand-ins have learnt; None is not checked.
-        note: shown in the table.
-        refused: the error that a user gets, as a regular expression; the row is then a refusal.
-        untried: why this was not tried.
-        slow: left out of the fast tests.
         no_gradient: substrings of the names of trainable parameters that have none, locally as well.
         context: entered around everything on the client.
         options: of `connect`.
@@ -125,7 +141,6 @@ class Row:
         tolerance: multiplies all tolerances; the note says why.
     """
 
-    name: str
     build: Build | None = None
     adapt: Adapt = field(default_factory=lora)
     client: Callable[[nn.Module], nn.Module] | None = None
@@ -133,12 +148,6 @@ class Row:
     loss: Callable[[Any], torch.Tensor] = own_loss
     prompt: Callable[[Any], Batch] | None = prompt
     orders: tuple[str, ...] = ("wrap first", "peft first", "skeleton", "meta")
-    local: Mapping[str, str] = field(default_factory=dict)
-    calls: tuple[int, int] | None = None
-    note: str = ""
-    refused: str = ""
-    untried: str = ""
-    slow: bool = False
     no_gradient: tuple[str, ...] = ()
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -156,7 +165,7 @@ class Section:
     """A part of the table."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: Sequence[Line]
     intro: str = ""
 
 

@@ -17,7 +17,7 @@ from tests.conformance.harness import (
     OUTPUT_TOLERANCE,
     TRAINING_STEPS,
     TRAINING_TOLERANCE,
-    Row,
+    Line,
     Section,
 )
 
@@ -78,7 +78,7 @@ def render() -> str:
     return "\n".join([intro, *("\n".join(_section(section)) for section in sections)])
 
 
-def verdict(row: Row) -> str:
+def verdict(row: Line) -> str:
     """What the table says of a row in a word or two."""
     if row.untried:
         return "not tried"
@@ -105,7 +105,7 @@ def _section(section: Section) -> Iterator[str]:
     yield ""
 
 
-def _notes(row: Row) -> str:
+def _notes(row: Line) -> str:
     local = [f"`{name}` stays here ({reason})" for name, reason in row.local.items()]
     refusal = f'"{_readable(row.refused)}"' if row.refused else ""
     return "; ".join(filter(None, [row.note, row.untried, refusal, *local])).replace("|", "\\|")
