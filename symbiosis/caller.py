@@ -1,7 +1,7 @@
 """Caller: tensors in, tensors out, over any Channel. The `Remote` of a connection.
 
-One rule: what is split, sent again or counted is decided here, so that layers see one plain call and
-the channel sees one message.
+One rule: what is split or counted is decided here, so that layers see one plain call and the channel sees
+one message; `flight/replicas.py` decides what is sent again.
 """
 
 from __future__ import annotations
@@ -9,24 +9,39 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import msgspec
+import pyarrow as pa
 import torch
 
 from symbiosis.errors import MessageTooLargeError, ProtocolError, UnknownModuleError, from_wire
 from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, Message
 from symbiosis.flight.protocol import Error, ModuleInfo, Reply, Request, Step, TensorSpec
+from symbiosis.flight.replicas import Replicas
 from symbiosis.telemetry import CallEvent, EventBus
 
 Norms = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class _Try:
+    """When one try of a call began, and what passed the wire."""
+
+    started_s: float
+    sent_s: float = 0.0
+    received_s: float = 0.0
+    bytes_out: int = 0
+    bytes_in: int = 0
 
 
 class Caller:
     """Runs operations on a server's modules.
 
     Args:
-        channel: how messages travel.
+        replicas: where messages go.
         modules: what the server serves, by name.
         bus: gets a CallEvent per message.
         max_message_bytes: limit of one message in either direction.
@@ -36,7 +51,7 @@ class Caller:
 
     def __init__(
         self,
-        channel: Channel,
+        replicas: Replicas,
         modules: Mapping[str, ModuleInfo],
         bus: EventBus,
         max_message_bytes: int,
@@ -45,7 +60,7 @@ class Caller:
     ) -> None:
         self._fetch_weight_norms = weight_norms
         self._weight_norms: Mapping[str, Norms] | None = None
-        self._channel = channel
+        self._replicas = replicas
         self._modules = modules
         self._bus = bus
         self._max_message_bytes = max_message_bytes
@@ -150,6 +165,7 @@ class Caller:
     ) -> list[torch.Tensor]:
         """One message and its answer: tensors [N, d] for each of the widths."""
         started_s = time.perf_counter()
+        deadline_s = time.monotonic() + self._timeout_s
         # Kept until the reply: the batch is a window onto this memory.
         inputs = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
         request = Request(
@@ -157,15 +173,17 @@ class Caller:
             op=op,  # type: ignore[arg-type]
             modules=list(modules),
             tensors=[protocol.spec_of(tensor) for tensor in inputs],
-            deadline_ms=max(1, min(protocol.MAX_DEADLINE_MS, int(self._timeout_s * 1e3))),
+            deadline_ms=1,
             steps=steps,
             outputs=outputs,
         )
-        header, body = protocol.encode_header(request), protocol.encode_body(inputs)
+        body = protocol.encode_body(inputs)
         sent_s = time.perf_counter()
-        message = self._channel.exchange(header, body, time.monotonic() + self._timeout_s)
-        received_s = time.perf_counter()
-        reply, results = self._decode(message, request, widths)
+        tries: list[_Try] = []
+        reply, results = self._replicas.run(
+            lambda channel: self._try(channel, request, body, widths, deadline_s, tries), deadline_s
+        )
+        last = tries[-1]
         results = [result.to(tensors[0].device) for result in results]
         ended_s = time.perf_counter()
         self._bus.emit(
@@ -173,17 +191,40 @@ class Caller:
                 op=op,
                 modules=tuple(modules) or tuple(name for step in steps for name in step.modules),
                 tokens=inputs[0].shape[0],
-                bytes_out=body.nbytes + len(header),
-                bytes_in=sum(result.nbytes for result in results) + len(message.app_metadata),
+                bytes_out=body.nbytes + last.bytes_out,
+                bytes_in=sum(result.nbytes for result in results) + last.bytes_in,
                 started_s=started_s,
                 ended_s=ended_s,
-                serialise_s=(sent_s - started_s) + (ended_s - received_s),
+                serialise_s=(sent_s - started_s) + (last.sent_s - last.started_s) + (ended_s - last.received_s),
                 queue_s=reply.queue_us / 1e6,
                 compute_s=reply.compute_us / 1e6,
                 batch_requests=reply.batch_requests,
+                retries=len(tries) - 1,
+                retry_s=last.started_s - sent_s if len(tries) > 1 else 0.0,
             )
         )
         return results
+
+    def _try(
+        self,
+        channel: Channel,
+        request: Request,
+        body: pa.RecordBatch,
+        widths: list[int],
+        deadline_s: float,
+        tries: list[_Try],
+    ) -> tuple[Reply, list[torch.Tensor]]:
+        """Send a message once, with the time that is left to it."""
+        this = _Try(time.perf_counter())
+        tries.append(this)
+        left_ms = int((deadline_s - time.monotonic()) * 1e3)
+        header = protocol.encode_header(
+            msgspec.structs.replace(request, deadline_ms=max(1, min(protocol.MAX_DEADLINE_MS, left_ms)))
+        )
+        this.bytes_out, this.sent_s = len(header), time.perf_counter()
+        message = channel.exchange(header, body, deadline_s)
+        this.bytes_in, this.received_s = len(message.app_metadata), time.perf_counter()
+        return self._decode(message, request, widths)
 
     def _decode(self, message: Message, request: Request, widths: list[int]) -> tuple[Reply, list[torch.Tensor]]:
         reply: Reply | Error = protocol.decode_header(message.app_metadata, protocol.AnyReply)

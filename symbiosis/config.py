@@ -154,6 +154,16 @@ class ClientOptions(Options):
         default=120.0, gt=0, le=MAX_REQUEST_TIMEOUT_S, description="Longest wait for the reply to a call."
     )
     connect_timeout_s: float = Field(default=10.0, gt=0, description="Longest wait for the server at connect.")
+    retry_s: float = Field(
+        default=120.0,
+        ge=0,
+        description="Longest time that a call is tried again, within its timeout, where the server is gone or busy.",
+    )
+    keepalive_s: float = Field(
+        default=20.0,
+        ge=1,
+        description="Ask a server that has been silent for this long whether it lives; give it up after as long again.",
+    )
     max_message_bytes: Bytes | None = Field(
         default=None,
         ge=MIN_MESSAGE_BYTES,

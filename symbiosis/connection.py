@@ -6,6 +6,7 @@ everything it hands out calls through it, and it can be closed, copied and shown
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import platform
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import torch
 from torch import nn
 from tqdm.auto import tqdm
@@ -23,10 +25,19 @@ from symbiosis import provenance, skeleton, wrapping
 from symbiosis.adapters import base_of
 from symbiosis.caller import Caller
 from symbiosis.config import ClientOptions, load_client_options
-from symbiosis.errors import ConfigError, ProtocolError, ProtocolVersionError, from_wire
+from symbiosis.errors import (
+    ConfigError,
+    ConnectError,
+    ModelMismatchError,
+    ProtocolError,
+    ProtocolVersionError,
+    SymbiosisError,
+    from_wire,
+)
 from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, FlightChannel
 from symbiosis.flight.protocol import Manifest
+from symbiosis.flight.replicas import Replicas
 from symbiosis.plan import Granularity, Place, Plan
 from symbiosis.tables import html_table
 from symbiosis.telemetry import EventBus, Recorder, Stats
@@ -36,28 +47,33 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def connect(
-    url: str,
+    url: str | Sequence[str],
     *,
     token: str | None = None,
     request_timeout_s: float | None = None,
     connect_timeout_s: float | None = None,
     max_message_bytes: int | None = None,
     max_streams: int | None = None,
+    retry_s: float | None = None,
+    keepalive_s: float | None = None,
     lm_head: Place | None = None,
     reveal_adapter: bool | None = None,
 ) -> Connection:
     """Connect to a base-model server and agree on the model.
 
     Args:
-        url: `grpc://HOST:PORT`, as the server prints it.
+        url: `grpc://HOST:PORT`, as the server prints it; or several of them, of servers that hold the same model:
+            calls go to the one with the fewest clients, and to another when it fails.
         token: refused in this version, since there is no authentication yet.
-        request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, lm_head, reveal_adapter: as in
-            `symbiosis.config.ClientOptions`; what is not given is read from SYMBIOSIS_CLIENT_* variables.
+        request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, retry_s, keepalive_s, lm_head,
+            reveal_adapter: as in `symbiosis.config.ClientOptions`; what is not given is read from
+            SYMBIOSIS_CLIENT_* variables.
 
     Raises:
         ConfigError: a bad URL or option.
         ConnectError: nothing answers there.
         ProtocolVersionError: the server speaks another version.
+        ModelMismatchError: two of the servers hold different models.
     """
     explicit = {
         "token": token,
@@ -65,42 +81,48 @@ def connect(
         "connect_timeout_s": connect_timeout_s,
         "max_message_bytes": max_message_bytes,
         "max_streams": max_streams,
+        "retry_s": retry_s,
+        "keepalive_s": keepalive_s,
         "lm_head": lm_head,
         "reveal_adapter": reveal_adapter,
     }
     options = load_client_options(explicit)
-    channel = FlightChannel(url, max_streams=options.max_streams)
+    urls = dict.fromkeys([url] if isinstance(url, str) else url)
+    if not urls:
+        raise ConfigError("no URL given; expected grpc://HOST:PORT, or a list of them")
+    channels = [FlightChannel(u, max_streams=options.max_streams, keepalive_s=options.keepalive_s) for u in urls]
+    replicas = Replicas(channels, options.retry_s)
     try:
-        return Connection(channel, channel.url, options)
+        return Connection(replicas, options)
     except BaseException:
-        channel.close()
+        replicas.close()
         raise
 
 
 class Connection:
-    """A session with one server. Make one with `connect`.
+    """A session with one server, or with several that hold the same model. Make one with `connect`.
 
     Attributes:
-        url: where the server is.
-        manifest: what it serves.
+        url: where the server is, or the servers are.
+        manifest: what is served.
         bus: telemetry of every call; subscribe to follow along.
         plan: what runs where in the model wrapped last, or None.
     """
 
-    def __init__(self, channel: Channel, url: str, options: ClientOptions) -> None:
-        self.url = url
+    def __init__(self, replicas: Replicas, options: ClientOptions) -> None:
+        self.url = ", ".join(replicas.urls)
         self.options = options
         self.bus = EventBus()
         self.plan: Plan | None = None
-        self._channel = channel
+        self._replicas = replicas
         self._recorder = Recorder()
         self.bus.subscribe(self._recorder.record)
         self._closed = False
         self._files: dict[str, bytes] | None = None
         self.manifest = self._hello()
-        channel.open_header = self._open_header()
+        replicas.open(self._open_header(), self.manifest.fingerprint)
         self._caller = Caller(
-            channel,
+            replicas,
             {info.name: info for info in self.manifest.modules},
             self.bus,
             min(options.max_message_bytes or self.manifest.max_message_bytes, self.manifest.max_message_bytes),
@@ -241,7 +263,7 @@ class Connection:
 
     def stats(self) -> Stats:
         """Calls, tokens, bytes and where the time went, since connect. Subtract two to get what lies between."""
-        return self._recorder.stats()
+        return dataclasses.replace(self._recorder.stats(), servers=self._replicas.states())
 
     def server_stats(self) -> protocol.ServerStats:
         """The server's own counters, over all its clients."""
@@ -256,7 +278,7 @@ class Connection:
     def close(self) -> None:
         """End all streams. Wrapped models stay as they are; their next call raises ClosedError."""
         self._closed = True
-        self._channel.close()
+        self._replicas.close()
 
     def __enter__(self) -> Connection:
         return self
@@ -273,7 +295,8 @@ class Connection:
         raise TypeError("a live connection cannot be pickled; connect again in the other process")
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "open"
+        up = [state.up for state in self._replicas.states()]
+        state = "closed" if self._closed else "open" if all(up) else f"down {len(up) - sum(up)}/{len(up)}"
         calls = self._recorder.stats().calls
         return f"<Connection {self.url} {state} {self.manifest.model}: {calls:,} calls>"
 
@@ -291,11 +314,28 @@ class Connection:
             raise ConfigError("this model is not wrapped; call conn.wrap(model) first, or use plain peft")
 
     def _hello(self) -> Manifest:
+        """What every server that answers agrees on; those that cannot be reached now may come later."""
+        answers = self._replicas.each(self._hello_to)
+        manifests = {url: answer for url, answer in answers.items() if isinstance(answer, Manifest)}
+        failures = [answer for answer in answers.values() if isinstance(answer, SymbiosisError)]
+        if not manifests or not all(isinstance(failure, ConnectError | TimeoutError) for failure in failures):
+            raise failures[0]
+        (url, first), *others = manifests.items()
+        for other_url, other in others:
+            if other.fingerprint != first.fingerprint:
+                raise ModelMismatchError(
+                    f"{url} holds {first.model} with fingerprint {first.fingerprint[:12]}, {other_url} {other.model} "
+                    f"with {other.fingerprint[:12]}; connect only to servers of one model"
+                )
+        limit_bytes = min(manifest.max_message_bytes for manifest in manifests.values())
+        return msgspec.structs.replace(first, max_message_bytes=limit_bytes)
+
+    def _hello_to(self, channel: Channel) -> Manifest:
         body = protocol.encode_header(protocol.Hello(protocol=protocol.VERSION))
-        manifest: Manifest = self._action("hello", body, Manifest)
+        manifest: Manifest = self._act(channel, "hello", body, Manifest)
         if manifest.protocol != protocol.VERSION:
             raise ProtocolVersionError(
-                f"{self.url} speaks protocol {manifest.protocol}, this client {protocol.VERSION}; "
+                f"{channel.url} speaks protocol {manifest.protocol}, this client {protocol.VERSION}; "
                 "install the same symbiosis-flight release on both sides"
             )
         return manifest
@@ -306,9 +346,16 @@ class Connection:
             protocol.Open(protocol=protocol.VERSION, fingerprint=self.manifest.fingerprint, client=client)
         )
 
+    @property
+    def _channel(self) -> Channel:
+        return self._replicas.home
+
     def _action(self, name: str, body: bytes, kind: Any) -> Any:
+        return self._act(self._channel, name, body, kind)
+
+    def _act(self, channel: Channel, name: str, body: bytes, kind: Any) -> Any:
         answer = protocol.decode_header(
-            self._channel.action(name, body, self.options.connect_timeout_s), kind | protocol.Error
+            channel.action(name, body, self.options.connect_timeout_s), kind | protocol.Error
         )
         if isinstance(answer, protocol.Error):
             raise from_wire(answer.code, answer.message)
@@ -352,7 +399,7 @@ class Connection:
 
     def _download(self, what: str) -> Iterator[tuple[str, int, int, memoryview]]:
         ticket = protocol.encode_header(protocol.Ticket(what=what))  # type: ignore[arg-type]
-        for message in self._channel.download(ticket, self.options.request_timeout_s):
+        for message in self._replicas.download(ticket, self.options.request_timeout_s):
             header = protocol.decode_header(message.app_metadata, protocol.Chunk | protocol.Error)
             if isinstance(header, protocol.Error):
                 raise from_wire(header.code, header.message)

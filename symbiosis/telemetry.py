@@ -35,6 +35,8 @@ class CallEvent:
     queue_s: float
     compute_s: float
     batch_requests: int
+    retries: int = 0
+    retry_s: float = 0.0  # spent on tries that failed, and between them
 
     @property
     def elapsed_s(self) -> float:
@@ -43,7 +45,7 @@ class CallEvent:
     @property
     def network_s(self) -> float:
         """What neither end can account for: sockets, gRPC, thread hand-overs of the server."""
-        return max(0.0, self.elapsed_s - self.serialise_s - self.queue_s - self.compute_s)
+        return max(0.0, self.elapsed_s - self.serialise_s - self.queue_s - self.compute_s - self.retry_s)
 
 
 class EventBus:
@@ -73,6 +75,20 @@ class EventBus:
 
 
 @dataclass(frozen=True)
+class ServerState:
+    """How one server of a connection fares, as far as its client knows."""
+
+    url: str
+    up: bool
+    failures: int  # failed tries since it answered last
+    failed_in_all: int
+    last_error: str
+
+    def __str__(self) -> str:
+        return "up" if self.up else f"down, {self.failures} failed tries; {self.last_error}"
+
+
+@dataclass(frozen=True)
 class Stats:
     """Sums over the calls since connect (or the last reset), and where the time went.
 
@@ -90,25 +106,35 @@ class Stats:
     network_s: float = 0.0
     queue_s: float = 0.0
     compute_s: float = 0.0
+    retry_s: float = 0.0
+    retries: int = 0
     mean_batch: float = 0.0
+    servers: tuple[ServerState, ...] = ()
 
     def __sub__(self, earlier: Stats) -> Stats:
         """The stats of the time between two snapshots: `after - before`."""
         plain = {
-            f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self) if f.name != "mean_batch"
+            f.name: getattr(self, f.name) - getattr(earlier, f.name)
+            for f in fields(self)
+            if f.name not in ("mean_batch", "servers")
         }
         requests = self.mean_batch * self.calls - earlier.mean_batch * earlier.calls
-        return Stats(**plain, mean_batch=requests / plain["calls"] if plain["calls"] else 0.0)
+        mean_batch = requests / plain["calls"] if plain["calls"] else 0.0
+        return Stats(**plain, mean_batch=mean_batch, servers=self.servers)
 
     def rows(self) -> list[tuple[str, str]]:
         """(label, value) pairs, formatted for people."""
-        split = [(name, getattr(self, f"{name}_s")) for name in ("local", "serialise", "network", "queue", "compute")]
+        parts = ("local", "serialise", "network", "queue", "compute", *(["retry"] if self.retries else []))
+        split = [(name, getattr(self, f"{name}_s")) for name in parts]
+        uncertain = [state for state in self.servers if len(self.servers) > 1 or not state.up]
         return [
             ("calls", f"{self.calls:,}"),
             ("tokens", f"{self.tokens:,}"),
             ("sent", f"{self.bytes_out / 1e6:,.1f} MB"),
             ("received", f"{self.bytes_in / 1e6:,.1f} MB"),
             ("mean batch", f"{self.mean_batch:.2f} requests"),
+            *([("retries", f"{self.retries:,}")] if self.retries else []),
+            *((state.url, str(state)) for state in uncertain),
             ("wall", f"{self.wall_s:.3f} s"),
             *((name, f"{s:.3f} s  {100 * s / self.wall_s if self.wall_s else 0:5.1f}%") for name, s in split),
         ]
@@ -129,8 +155,8 @@ class Recorder:
 
     def reset(self) -> None:
         with self._lock:
-            self._calls = self._tokens = self._bytes_out = self._bytes_in = self._batch_requests = 0
-            self._serialise_s = self._network_s = self._queue_s = self._compute_s = self._busy_s = 0.0
+            self._calls = self._tokens = self._bytes_out = self._bytes_in = self._batch_requests = self._retries = 0
+            self._serialise_s = self._network_s = self._queue_s = self._compute_s = self._busy_s = self._retry_s = 0.0
             self._first_s = self._last_s = 0.0
             self._latest: deque[tuple[float, float]] = deque(maxlen=64)  # what a call that ends now may overlap
 
@@ -149,6 +175,8 @@ class Recorder:
             self._network_s += event.network_s
             self._queue_s += event.queue_s
             self._compute_s += event.compute_s
+            self._retries += event.retries
+            self._retry_s += event.retry_s
             self._add_busy(event.started_s, event.ended_s)
 
     def _add_busy(self, start_s: float, end_s: float) -> None:
@@ -174,5 +202,7 @@ class Recorder:
                 network_s=self._network_s,
                 queue_s=self._queue_s,
                 compute_s=self._compute_s,
+                retry_s=self._retry_s,
+                retries=self._retries,
                 mean_batch=self._batch_requests / self._calls if self._calls else 0.0,
             )

@@ -26,6 +26,7 @@ from symbiosis.errors import (
 )
 from symbiosis.flight import protocol
 from symbiosis.flight.protocol import ModuleInfo, Reply, Request, Step
+from symbiosis.flight.replicas import Replicas
 from symbiosis.telemetry import CallEvent, EventBus
 
 torch.manual_seed(0)
@@ -61,6 +62,7 @@ def answer(request: Request, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 class FakeChannel:
     """A channel that computes by itself; `change` may spoil what it answers."""
 
+    url = "grpc://fake:1"
     open_header = b""
 
     def __init__(self) -> None:
@@ -106,7 +108,8 @@ def channel() -> FakeChannel:
 @pytest.fixture
 def make(channel: FakeChannel) -> Callable[..., Caller]:
     def build(max_message_bytes: int = 1 << 20, timeout_s: float = 5.0, bus: EventBus | None = None) -> Caller:
-        return Caller(channel, {n: info(n) for n in WEIGHTS}, bus or EventBus(), max_message_bytes, timeout_s)
+        replicas = Replicas([channel], retry_s=0.0)
+        return Caller(replicas, {n: info(n) for n in WEIGHTS}, bus or EventBus(), max_message_bytes, timeout_s)
 
     return build
 
@@ -181,8 +184,26 @@ def test_an_unknown_module_is_refused_before_anything_is_sent(
 def test_the_deadline_travels_with_the_request(make: Callable[..., Caller], channel: FakeChannel) -> None:
     make(timeout_s=2.5).call("forward", ["q"], [torch.randn(1, 4)])
 
-    assert channel.requests[0].deadline_ms == 2500
+    assert 2000 < channel.requests[0].deadline_ms <= 2500
     assert 2.0 < channel.deadlines[0] <= 2.5
+
+
+def test_a_call_that_is_sent_again_carries_what_is_left_of_its_time(channel: FakeChannel) -> None:
+    bus, events = EventBus(), []
+    bus.subscribe(events.append)
+    caller = Caller(Replicas([channel], retry_s=30.0), {n: info(n) for n in WEIGHTS}, bus, 1 << 20, 5.0)
+    busy = [{"type": "error", "id": 1, "code": "SERVER_BUSY", "message": "full", "retry_after_ms": 200}]
+    channel.change = lambda header, outputs: busy.pop() if busy else None
+    x = torch.randn(3, 4)
+
+    y = caller.call("forward", ["q"], [x])
+
+    torch.testing.assert_close(y, x @ WEIGHTS["q"].T)
+    first, second = channel.requests
+    assert second.deadline_ms <= first.deadline_ms - 200
+    assert events[0].retries == 1
+    assert 0.2 <= events[0].retry_s <= events[0].elapsed_s
+    assert events[0].network_s < events[0].elapsed_s - 0.2
 
 
 @pytest.mark.parametrize(("timeout_s", "sent_ms"), [(0.0001, 1), (1e9, protocol.MAX_DEADLINE_MS)])

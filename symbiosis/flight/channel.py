@@ -53,6 +53,7 @@ class Message(Protocol):
 class Channel(Protocol):
     """The transport seam: everything above it runs over any object with these methods."""
 
+    url: str
     open_header: bytes  # what streams are opened with: docs/protocol.md section 3
 
     def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Message:
@@ -90,12 +91,14 @@ class FlightChannel:
     Args:
         url: `grpc://HOST:PORT`.
         max_streams: most streams open at once; further calls wait for one.
+        keepalive_s: how long a server may be silent until it is asked whether it lives, and until it is given up.
     """
 
     _client: fl.FlightClient | None = None  # made by the first call, in the process that makes it
     _pid = 0
 
-    def __init__(self, url: str, max_streams: int = 8) -> None:
+    def __init__(self, url: str, max_streams: int = 8, keepalive_s: float = 20.0) -> None:
+        self._keepalive_ms = int(keepalive_s * 1e3)
         self.url = check_url(url)
         self.open_header = b""
         self._max_streams = max_streams
@@ -171,8 +174,14 @@ class FlightChannel:
                 )
             if self._client is None:
                 self._pid = os.getpid()
-                self._client = fl.FlightClient(self.url, generic_options=[*CHANNEL_OPTIONS, *_proxy(self.url)])
+                self._client = fl.FlightClient(self.url, generic_options=self._options())
             return self._client
+
+    def _options(self) -> list[tuple[str, int]]:
+        # A server that is cut off or stopped sends no reset. gRPC's own limits keep pings rare: two in a row
+        # without data, or servers would take them for abuse. Only the last name decides how long a ping may take.
+        names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+        return [*CHANNEL_OPTIONS, *((name, self._keepalive_ms) for name in names), *_proxy(self.url)]
 
     def _checkout(self, deadline_s: float) -> _Stream:
         client = self._connected()

@@ -194,6 +194,7 @@ class ServerStats(Header, frozen=True, tag="server_stats"):
     compute_s: float
     mean_batch: float
     memory_bytes: int
+    fingerprint: str = ""
 
 
 class Ticket(Header, frozen=True, tag="ticket"):

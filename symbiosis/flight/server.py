@@ -117,6 +117,7 @@ class Server:
             compute_s=counters.compute_s,
             mean_batch=counters.requests / counters.batches if counters.batches else 0.0,
             memory_bytes=peak_memory_bytes(),
+            fingerprint=self.base.fingerprint,
         )
 
     def _describe(self) -> protocol.Manifest:
@@ -207,11 +208,10 @@ def run(options: ServerOptions) -> int:
 
     if options.port_file and not options.port_file.parent.is_dir():
         raise ConfigError(f"--port-file {options.port_file}: there is no folder {options.port_file.parent}")
-    stop = threading.Event()
+    received: list[signal.Signals] = []  # no Event: its lock may be held by the code that a handler interrupts
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        logger.info("%s: draining", signal.Signals(number).name)
-        stop.set()
+        received.append(signal.Signals(number))
 
     base = load_base(options)
     server = Server(base, options)
@@ -220,8 +220,9 @@ def run(options: ServerOptions) -> int:
     print(_listening(server), flush=True)
     if options.port_file:
         _write_port(options.port_file, server.port)
-    while not stop.wait(3600):
-        pass
+    while not received:
+        time.sleep(0.2)
+    logger.info("%s: draining", received[0].name)
     finished = server.close()
     sys.stdout.flush()
     logging.shutdown()
