@@ -27,6 +27,7 @@ from symbiosis.errors import ConfigError, ProtocolError, ProtocolVersionError, f
 from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, FlightChannel
 from symbiosis.flight.protocol import Manifest
+from symbiosis.flight.tls import Tls
 from symbiosis.plan import Granularity, Place, Plan
 from symbiosis.tables import html_table
 from symbiosis.telemetry import EventBus, Recorder, Stats
@@ -45,18 +46,27 @@ def connect(
     max_streams: int | None = None,
     lm_head: Place | None = None,
     reveal_adapter: bool | None = None,
+    tls_ca: str | Path | None = None,
+    tls_fingerprint: str | None = None,
+    tls_hostname: str | None = None,
+    tls_client_cert: str | Path | None = None,
+    tls_client_key: str | Path | None = None,
 ) -> Connection:
     """Connect to a base-model server and agree on the model.
 
     Args:
-        url: `grpc://HOST:PORT`, as the server prints it.
+        url: `grpc+tls://HOST:PORT` or `grpc://HOST:PORT`, as the server prints it.
         token: refused in this version, since there is no authentication yet.
         request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, lm_head, reveal_adapter: as in
             `symbiosis.config.ClientOptions`; what is not given is read from SYMBIOSIS_CLIENT_* variables.
+        tls_ca, tls_fingerprint: whom to trust: all certificates of a CA (PEM file), or the one with this SHA-256.
+        tls_hostname: the name to expect in the certificate, if it is not the URL's.
+        tls_client_cert, tls_client_key: what to show to a server that asks for it (mTLS).
 
     Raises:
         ConfigError: a bad URL or option.
         ConnectError: nothing answers there.
+        TlsError: the server is not the one to trust, or one end does not speak TLS.
         ProtocolVersionError: the server speaks another version.
     """
     explicit = {
@@ -67,14 +77,25 @@ def connect(
         "max_streams": max_streams,
         "lm_head": lm_head,
         "reveal_adapter": reveal_adapter,
+        "tls_ca": tls_ca,
+        "tls_fingerprint": tls_fingerprint,
+        "tls_hostname": tls_hostname,
+        "tls_client_cert": tls_client_cert,
+        "tls_client_key": tls_client_key,
     }
     options = load_client_options(explicit)
-    channel = FlightChannel(url, max_streams=options.max_streams)
+    channel = FlightChannel(url, max_streams=options.max_streams, tls=_tls(options))
     try:
         return Connection(channel, channel.url, options)
     except BaseException:
         channel.close()
         raise
+
+
+def _tls(options: ClientOptions) -> Tls:
+    return Tls(
+        options.tls_ca, options.tls_fingerprint, options.tls_hostname, options.tls_client_cert, options.tls_client_key
+    )
 
 
 class Connection:
