@@ -18,6 +18,7 @@ How the layers are read, and how errors are worded, is in settings.py.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,6 +70,24 @@ def _refuse_token(value: object) -> object:
     return value
 
 
+def _check_fingerprint(value: str | None) -> str | None:
+    if value is None:
+        return None
+    digits = value.lower().removeprefix("sha256:").replace(":", "")
+    if not re.fullmatch(r"[0-9a-f]{64}", digits):
+        raise ValueError("expected the SHA-256 of a certificate: sha256: and 64 hex digits, as the server prints it")
+    return digits
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that only this machine can reach."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+Fingerprint = Annotated[str | None, AfterValidator(_check_fingerprint)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 Device = Annotated[str, AfterValidator(_check_device)]
 Token = Annotated[
@@ -89,6 +108,21 @@ class ServerOptions(Options):
     device: Device = Field(default="auto", description="auto, cpu, cuda or cuda:N; auto = cuda if there is one.")
     host: str = Field(default="127.0.0.1", description="Address to bind; the default is this machine only.")
     port: int = Field(default=8815, ge=0, le=65535, description="TCP port; 0 = any free one.")
+    tls: Literal["auto"] | None = Field(
+        default=None,
+        description="auto = make and keep a CA and a certificate; the default where other machines reach the server.",
+    )
+    tls_cert: Path | None = Field(default=None, description="PEM certificate, with its chain; needs tls_key.")
+    tls_key: Path | None = Field(default=None, description="PEM private key of tls_cert, without a passphrase.")
+    tls_client_ca: Path | None = Field(
+        default=None, description="PEM CA; only clients with a certificate of it may connect (mTLS)."
+    )
+    tls_names: str | None = Field(
+        default=None, description="More names and addresses for the certificate of --tls auto, with commas between."
+    )
+    insecure: bool = Field(
+        default=False, description="Serve other machines without TLS: whoever is on the way reads and changes all."
+    )
     port_file: Path | None = Field(
         default=None, description="Write the real port to this file, atomically, once the server answers."
     )
@@ -135,6 +169,27 @@ class ServerOptions(Options):
 
         return user_cache_path("symbiosis", appauthor=False)
 
+    @property
+    def tls_on(self) -> bool:
+        """Whether the transport is encrypted: if asked for, and by default wherever other machines reach it."""
+        asked = self.tls is not None or self.tls_cert is not None
+        return asked or not (self.insecure or is_loopback(self.host))
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} is given and {missing} is not: TLS needs both")
+        if self.tls and self.tls_cert:
+            raise ValueError("tls = auto makes a certificate, and tls_cert gives one; leave one out")
+        if self.insecure and (self.tls or self.tls_cert or self.tls_client_ca):
+            raise ValueError("insecure means no TLS, and tls_* options ask for it; leave one out")
+        if (self.tls_client_ca or self.tls_names) and not self.tls_on:
+            raise ValueError("tls_client_ca and tls_names need TLS, which is off on a loopback host; add tls = auto")
+        if self.tls_names and self.tls_cert:
+            raise ValueError("tls_names is for the certificate of tls = auto; tls_cert has its own names")
+        return self
+
     @model_validator(mode="after")
     def _check_queue_holds_a_message(self) -> Self:
         if self.max_queue_bytes < self.max_message_bytes:
@@ -178,7 +233,28 @@ class ClientOptions(Options):
         default=False,
         description="Let the server see values of adapters where a method needs that: DoRA shows the row space of A.",
     )
+    tls_ca: Path | None = Field(
+        default=None, description="PEM CA that signed the server's certificate; not set = those of this system."
+    )
+    tls_fingerprint: Fingerprint = Field(
+        default=None, description="SHA-256 of the one certificate to trust, as the server prints it at start."
+    )
+    tls_hostname: str | None = Field(
+        default=None, description="Name to expect in the server's certificate, if it is not the URL's."
+    )
+    tls_client_cert: Path | None = Field(default=None, description="PEM certificate to show (mTLS).")
+    tls_client_key: Path | None = Field(
+        default=None, description="PEM private key of tls_client_cert, without a passphrase."
+    )
     token: Token = None
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_client_cert is None) != (self.tls_client_key is None):
+            raise ValueError("tls_client_cert and tls_client_key belong together; one is missing")
+        if self.tls_ca and self.tls_fingerprint:
+            raise ValueError("tls_ca trusts all certificates of a CA, tls_fingerprint only one; give one of them")
+        return self
 
 
 def load_client_options(explicit: Mapping[str, object], *, environ: Mapping[str, str] | None = None) -> ClientOptions:

@@ -38,6 +38,7 @@ from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, FlightChannel
 from symbiosis.flight.protocol import Manifest
 from symbiosis.flight.replicas import Replicas
+from symbiosis.flight.tls import Tls
 from symbiosis.plan import Granularity, Place, Plan
 from symbiosis.tables import html_table
 from symbiosis.telemetry import EventBus, Recorder, Stats
@@ -58,20 +59,29 @@ def connect(
     keepalive_s: float | None = None,
     lm_head: Place | None = None,
     reveal_adapter: bool | None = None,
+    tls_ca: str | Path | None = None,
+    tls_fingerprint: str | None = None,
+    tls_hostname: str | None = None,
+    tls_client_cert: str | Path | None = None,
+    tls_client_key: str | Path | None = None,
 ) -> Connection:
     """Connect to a base-model server and agree on the model.
 
     Args:
-        url: `grpc://HOST:PORT`, as the server prints it; or several of them, of servers that hold the same model:
-            calls go to the one with the fewest clients, and to another when it fails.
+        url: `grpc+tls://HOST:PORT` or `grpc://HOST:PORT`, as the server prints it; or several of them, of servers that
+            hold the same model: calls go to the one with the fewest clients, and to another when it fails.
         token: refused in this version, since there is no authentication yet.
         request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, retry_s, keepalive_s, lm_head,
             reveal_adapter: as in `symbiosis.config.ClientOptions`; what is not given is read from
             SYMBIOSIS_CLIENT_* variables.
+        tls_ca, tls_fingerprint: whom to trust: all certificates of a CA (PEM file), or the one with this SHA-256.
+        tls_hostname: the name to expect in the certificate, if it is not the URL's.
+        tls_client_cert, tls_client_key: what to show to a server that asks for it (mTLS).
 
     Raises:
         ConfigError: a bad URL or option.
         ConnectError: nothing answers there.
+        TlsError: the server is not the one to trust, or one end does not speak TLS.
         ProtocolVersionError: the server speaks another version.
         ModelMismatchError: two of the servers hold different models.
     """
@@ -85,18 +95,29 @@ def connect(
         "keepalive_s": keepalive_s,
         "lm_head": lm_head,
         "reveal_adapter": reveal_adapter,
+        "tls_ca": tls_ca,
+        "tls_fingerprint": tls_fingerprint,
+        "tls_hostname": tls_hostname,
+        "tls_client_cert": tls_client_cert,
+        "tls_client_key": tls_client_key,
     }
     options = load_client_options(explicit)
     urls = dict.fromkeys([url] if isinstance(url, str) else url)
     if not urls:
         raise ConfigError("no URL given; expected grpc://HOST:PORT, or a list of them")
-    channels = [FlightChannel(u, max_streams=options.max_streams, keepalive_s=options.keepalive_s) for u in urls]
-    replicas = Replicas(channels, options.retry_s)
+    replicas = Replicas([_channel(url, options) for url in urls], options.retry_s)
     try:
         return Connection(replicas, options)
     except BaseException:
         replicas.close()
         raise
+
+
+def _channel(url: str, options: ClientOptions) -> FlightChannel:
+    tls = Tls(
+        options.tls_ca, options.tls_fingerprint, options.tls_hostname, options.tls_client_cert, options.tls_client_key
+    )
+    return FlightChannel(url, options.max_streams, options.keepalive_s, tls)
 
 
 class Connection:

@@ -4,6 +4,7 @@
     ├── ConfigError               (ValueError)           an option is unknown, malformed or contradictory
     ├── MissingExtraError         (ImportError)          a package that this path needs is not installed
     ├── ConnectError              (ConnectionError)  [r] the server cannot be reached, or went away
+    ├── TlsError                  (ConnectionError)      no trusted encrypted connection came about
     ├── AuthError                 (PermissionError)      credentials missing, refused or not supported
     ├── ProtocolError             (ValueError)           a frame that the peer should not have sent
     │   └── ProtocolVersionError                         the two ends speak different protocol versions
@@ -70,6 +71,12 @@ class ConnectError(SymbiosisError, ConnectionError):
 
     code = "CONNECT"
     retryable = True
+
+
+class TlsError(SymbiosisError, ConnectionError):
+    """No connection came about that both ends trust: a certificate, a pin, or one end without TLS."""
+
+    code = "TLS"
 
 
 class AuthError(SymbiosisError, PermissionError):

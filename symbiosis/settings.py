@@ -206,7 +206,8 @@ def _nearest_choice(cls: type[Options], name: str, detail: ErrorDetails) -> str:
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
     """The values that an option allows, where they are a closed list; else empty."""
-    return tuple(arg for arg in get_args(field.annotation) if isinstance(arg, str))
+    alternatives = (field.annotation, *get_args(field.annotation))  # Literal[...], or Literal[...] | None
+    return tuple(arg for one in alternatives for arg in get_args(one) if isinstance(arg, str))
 
 
 def _shown(value: object) -> str:

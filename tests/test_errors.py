@@ -20,6 +20,7 @@ TREE: dict[type[SymbiosisError], tuple[str, type[BaseException], bool]] = {
     errors.ConfigError: ("CONFIG", ValueError, False),
     errors.MissingExtraError: ("MISSING_EXTRA", ImportError, False),
     errors.ConnectError: ("CONNECT", ConnectionError, True),
+    errors.TlsError: ("TLS", ConnectionError, False),
     errors.AuthError: ("AUTH", PermissionError, False),
     errors.ProtocolError: ("PROTOCOL", ValueError, False),
     errors.ProtocolVersionError: ("PROTOCOL_VERSION", ValueError, False),

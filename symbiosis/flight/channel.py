@@ -30,11 +30,13 @@ from symbiosis.errors import (
     SymbiosisError,
 )
 from symbiosis.flight import protocol
+from symbiosis.flight.tls import Tls, client_arguments, explain
 from symbiosis.interrupts import Watch, WatchedCall
 
 T = TypeVar("T")
 GRACE_S = 1.0  # what gRPC gets to keep the time by itself; it cannot in a process forked after its threads were started
-SCHEMES = ("grpc://", "grpc+tcp://", "grpc+unix://")
+SCHEMES = ("grpc://", "grpc+tls://", "grpc+tcp://", "grpc+unix://")
+NO_TLS = Tls()
 CHANNEL_OPTIONS = [
     # A channel of its own: no shared back-off state, and a quick retry when a server is restarted.
     ("grpc.use_local_subchannel_pool", 1),
@@ -75,10 +77,10 @@ def check_url(url: str) -> str:
     Raises:
         ConfigError: a scheme this version does not speak, or no host and port.
     """
-    if url.startswith("grpc+tls://"):
-        raise ConfigError(f"{url}: TLS is not available in this version; use grpc:// over loopback or an SSH tunnel")
     if not url.startswith(SCHEMES):
-        raise ConfigError(f"{url!r} is not a server URL; expected grpc://HOST:PORT, such as grpc://127.0.0.1:8815")
+        raise ConfigError(
+            f"{url!r} is not a server URL; expected grpc+tls://HOST:PORT, or grpc://HOST:PORT on this machine"
+        )
     host, colon, port = url.partition("://")[2].rstrip("/").rpartition(":")
     if not url.startswith("grpc+unix://") and not (colon and host and port.isdigit()):
         raise ConfigError(f"{url!r} has no host and port; expected grpc://HOST:PORT, such as grpc://127.0.0.1:8815")
@@ -89,17 +91,20 @@ class FlightChannel:
     """Flight streams to one server.
 
     Args:
-        url: `grpc://HOST:PORT`.
+        url: `grpc+tls://HOST:PORT`, or `grpc://` without TLS.
         max_streams: most streams open at once; further calls wait for one.
         keepalive_s: how long a server may be silent until it is asked whether it lives, and until it is given up.
+        tls: whom to trust, and what to show.
     """
 
     _client: fl.FlightClient | None = None  # made by the first call, in the process that makes it
     _pid = 0
+    _worked = False
 
-    def __init__(self, url: str, max_streams: int = 8, keepalive_s: float = 20.0) -> None:
+    def __init__(self, url: str, max_streams: int = 8, keepalive_s: float = 20.0, tls: Tls = NO_TLS) -> None:
         self._keepalive_ms = int(keepalive_s * 1e3)
         self.url = check_url(url)
+        self._tls = tls
         self.open_header = b""
         self._max_streams = max_streams
         self._watch = Watch()
@@ -174,7 +179,8 @@ class FlightChannel:
                 )
             if self._client is None:
                 self._pid = os.getpid()
-                self._client = fl.FlightClient(self.url, generic_options=self._options())
+                arguments = client_arguments(self.url, self._tls)
+                self._client = fl.FlightClient(self.url, generic_options=self._options(), **arguments)
             return self._client
 
     def _options(self) -> list[tuple[str, int]]:
@@ -184,7 +190,7 @@ class FlightChannel:
         return [*CHANNEL_OPTIONS, *((name, self._keepalive_ms) for name in names), *_proxy(self.url)]
 
     def _checkout(self, deadline_s: float) -> _Stream:
-        client = self._connected()
+        client = self._mapped(self._connected)
         if not self._free.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
             raise DeadlineExceededError(
                 f"all {self._max_streams} streams to {self.url} stayed busy until the deadline; raise max_streams"
@@ -238,7 +244,9 @@ class FlightChannel:
     def _mapped(self, run: Callable[[], T], call: WatchedCall | None = None) -> T:
         """Run, with Flight's errors as ours: the one place where they are told apart."""
         try:
-            return run()
+            result = run()
+            self._worked = True
+            return result
         except SymbiosisError:
             raise
         except (pa.ArrowException, OSError, StopIteration) as error:  # Arrow's IOError is OSError
@@ -257,11 +265,19 @@ class FlightChannel:
             return AuthError(f"{self.url} refused the credentials")
         if self._closed:
             return ClosedError(f"the connection to {self.url} was closed while a call was under way")
+        if (explained := self._explained()) is not None:
+            return explained
         reason = str(error).partition(" gRPC client debug context")[0].partition("Detail:")[0] or "the stream ended"
         return ConnectError(
             f"no connection to {self.url}: {reason.strip()} Check that symbiosis-flight-server runs there "
             "and prints 'listening on', then repeat the call"
         )
+
+    def _explained(self) -> SymbiosisError | None:
+        """What TLS has to do with a failure: asked if it is in use, or if this channel never worked."""
+        unix = self.url.startswith("grpc+unix://")
+        asked = self.url.startswith("grpc+tls://") or not self._worked
+        return explain(self.url, self._tls) if asked and not unix else None
 
 
 class _Interrupted(Exception):

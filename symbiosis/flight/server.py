@@ -18,23 +18,25 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.flight as fl
 import torch
 from torch import nn
 
 from symbiosis._version import __version__
-from symbiosis.config import ServerOptions
-from symbiosis.errors import ConfigError
+from symbiosis.config import ServerOptions, is_loopback
+from symbiosis.errors import ConfigError, MissingExtraError
 from symbiosis.flight import protocol
 from symbiosis.flight.base_model import BaseModel
 from symbiosis.flight.executor import Executor
 from symbiosis.flight.scheduler import Batch, Scheduler
 from symbiosis.flight.service import Service
 
+if TYPE_CHECKING:
+    from symbiosis.privacy.certificates import Identity
+
 logger = logging.getLogger(__name__)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Server:
@@ -61,6 +63,7 @@ class Server:
         self._executor = Executor(base, self._scheduler, options.threads, self._counters.observe)
         self._draining = False
         self._manifest = self._describe()
+        self.identity = _identity(options)
         self._service = self._bind()
         self._executor.start()
 
@@ -71,7 +74,11 @@ class Server:
     @property
     def url(self) -> str:
         host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
-        return f"grpc://{host}:{self.port}"
+        return f"{self._scheme}://{host}:{self.port}"
+
+    @property
+    def _scheme(self) -> str:
+        return "grpc" if self.identity is None else "grpc+tls"
 
     def close(self, drain_timeout_s: float | None = None) -> bool:
         """Refuse new calls, finish those accepted, close the port; True if all was finished in time.
@@ -139,14 +146,19 @@ class Server:
         )
 
     def _bind(self) -> Service:
-        if self.options.host not in LOOPBACK:
-            logger.warning("listening on %s without TLS: anyone who reaches it may use it", self.options.host)
+        if self.identity is None and not is_loopback(self.options.host):
+            logger.warning(
+                "INSECURE: listening on %s without TLS. Whoever is on the way reads and changes everything; "
+                "leave out --insecure to get TLS",
+                self.options.host,
+            )
         host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
-        location = f"grpc://{host}:{self.options.port}"
+        location = f"{self._scheme}://{host}:{self.options.port}"
         actions = {"hello": lambda: self._manifest, "health": self._health, "stats": self.stats}
         try:
             _refuse_taken(self.options.host, self.options.port)
-            return Service(location, self.base, self._scheduler, actions, self.options.max_message_bytes)
+            limit = self.options.max_message_bytes
+            return Service(location, self.base, self._scheduler, actions, limit, self.identity)
         except (fl.FlightError, OSError) as error:
             raise ConfigError(
                 f"cannot listen on {location}: {error}. "
@@ -235,12 +247,25 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _identity(options: ServerOptions) -> Identity | None:
+    if not options.tls_on:
+        return None
+    try:
+        from symbiosis.privacy import certificates
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"TLS needs the package {error.name}, which is not installed; run: pip install 'symbiosis-flight[server]'"
+        ) from error
+    return certificates.identity(options)
+
+
 def _listening(server: Server) -> str:
     base = server.base
+    identity = server.identity
     return (
         f"listening on {server.url} model={base.name} modules={len(base.modules)} "
         f"memory={base.base_bytes / 1e6:.0f}MB dtype={str(base.dtype).removeprefix('torch.')} device={base.device} "
-        f"fingerprint={base.fingerprint[:12]}"
+        f"fingerprint={base.fingerprint[:12]}" + (f" tls=sha256:{identity.fingerprint}" if identity else "")
     )
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.flight as fl
@@ -31,6 +31,9 @@ from symbiosis.flight.executor import Result
 from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request, TensorSpec, Ticket
 from symbiosis.flight.scheduler import Key, Scheduler, Task
 
+if TYPE_CHECKING:
+    from symbiosis.privacy.certificates import Identity
+
 logger = logging.getLogger(__name__)
 Message = tuple[bytes, pa.RecordBatch]
 EMPTY_BATCH = protocol.batch_of(pa.py_buffer(b""))
@@ -45,6 +48,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         scheduler: where calls are submitted.
         actions: name -> function without arguments that returns the header to answer with.
         max_message_bytes: limit of one message in either direction.
+        identity: certificate and key for TLS; None serves in the clear.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         scheduler: Scheduler,
         actions: dict[str, Callable[[], protocol.Header]],
         max_message_bytes: int,
+        identity: Identity | None = None,
     ) -> None:
         self._base = base
         self._fingerprint = base.fingerprint
@@ -63,7 +68,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         self._streams: dict[int, str] = {}
         self._lock = threading.Lock()
         self.errors = 0
-        super().__init__(location)
+        super().__init__(location, **_transport(identity))
 
     @property
     def clients(self) -> int:
@@ -233,6 +238,17 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             logger.exception("sending parameters, norms or files failed")
             failure = RemoteComputeError("the server failed while sending; its log has the details")
             yield EMPTY_BATCH, protocol.encode_header(_error_header(0, failure))
+
+
+def _transport(identity: Identity | None) -> dict[str, Any]:
+    """How Flight is told about TLS."""
+    if identity is None:
+        return {}
+    return {
+        "tls_certificates": [(identity.certificate, identity.key)],
+        "verify_client": identity.client_ca is not None,
+        "root_certificates": identity.client_ca,
+    }
 
 
 def _chunk(name: str, content: pa.Buffer) -> Iterator[tuple[pa.RecordBatch, bytes]]:

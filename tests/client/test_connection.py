@@ -28,7 +28,6 @@ from tests.client.conftest import Served, adapt, assert_same_step, run_step
         ("grpc://localhost", "no host and port"),
         ("grpc://:8815", "no host and port"),
         ("grpc://localhost:port", "no host and port"),
-        ("grpc+tls://localhost:1", "TLS"),
     ],
 )
 def test_urls_that_are_none(url: str, words: str) -> None:

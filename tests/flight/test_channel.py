@@ -94,7 +94,8 @@ def slow_port() -> Iterator[Callable[[int], int]]:
 
 
 @pytest.mark.parametrize(
-    "url", ["grpc://127.0.0.1:8815", "grpc+tcp://host:1", "grpc://[::1]:8815", "grpc+unix:///tmp/s"]
+    "url",
+    ["grpc://127.0.0.1:8815", "grpc+tls://host:1", "grpc+tcp://host:1", "grpc://[::1]:8815", "grpc+unix:///tmp/s"],
 )
 def test_url_is_accepted(url: str) -> None:
     assert check_url(url) == url
@@ -104,14 +105,13 @@ def test_url_is_accepted(url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("127.0.0.1:8815", "expected grpc://HOST:PORT"),
-        ("http://127.0.0.1:8815", "expected grpc://HOST:PORT"),
+        ("127.0.0.1:8815", "expected grpc\\+tls://HOST:PORT, or grpc://HOST:PORT"),
+        ("http://127.0.0.1:8815", "expected grpc\\+tls://HOST:PORT, or grpc://HOST:PORT"),
         ("grpc://127.0.0.1", "no host and port"),
         ("grpc://:8815", "no host and port"),
         ("grpc://host:port", "no host and port"),
         ("grpc://", "no host and port"),
-        ("grpc+tls://host:8815", "TLS is not available"),
-        ("", "expected grpc://HOST:PORT"),
+        ("", "expected grpc\\+tls://HOST:PORT, or grpc://HOST:PORT"),
     ],
 )
 def test_bad_url_is_a_config_error_that_shows_a_good_one(url: str, says: str) -> None:

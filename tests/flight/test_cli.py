@@ -79,12 +79,15 @@ def test_every_option_has_a_flag() -> None:
         "port": "1", "port_file": "p", "threads": "2", "max_message_bytes": "32MiB",
         "max_batch_tokens": "3", "max_queue_bytes": "64MiB", "max_wait_us": "4", "drain_timeout_s": "0.5",
         "name": "n", "cache_dir": "c", "log_level": "error",
+        "tls": "auto", "tls_client_ca": "a", "tls_names": "b.example,c.example",
     }  # fmt: skip
     argv = [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), value)]
 
     options = load_server_options([*argv, "--local-files-only"])
 
-    assert set(values) | {"local_files_only", "token"} == set(ServerOptions.model_fields)
+    assert set(values) | {"local_files_only", "token", "tls_cert", "tls_key", "insecure"} == set(
+        ServerOptions.model_fields
+    )
     assert options == ServerOptions(**values, local_files_only=True)  # type: ignore[arg-type]
 
 
