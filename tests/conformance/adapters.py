@@ -441,7 +441,24 @@ def deleted(model: Any) -> None:
     model.delete_adapter("default")
 
 
+def against_itself(model: nn.Module) -> Any:
+    """Trained not to stray from what the same model says without its adapter, as DPO and KL penalties do."""
+    adapted = lora()(model)
+    with_adapter = adapted.forward
+
+    def forward(**batch: Any) -> Any:
+        output = with_adapter(**batch)
+        with torch.no_grad(), adapted.disable_adapter():
+            reference = with_adapter(**batch).logits
+        output.loss = output.loss + (output.logits - reference).pow(2).mean()
+        return output
+
+    adapted.forward = forward
+    return adapted
+
+
 SEVERAL = (
+    row("disable_adapter", against_itself, note="in each step, for a reference of the same model"),
     row("set_adapter", two(lambda model: model.set_adapter("other")), orders=WRAP_FIRST),
     row("Two at once", two(both_active)),
     row("delete_adapter", two(deleted), orders=WRAP_FIRST),
