@@ -262,8 +262,9 @@ class Connection:
             The PeftModel.
 
         Raises:
-            ConfigError: the model is not wrapped, the name is taken, or there is no adapter in the folder.
-            ModelMismatchError: tensors are missing, unexpected or of another size; the model is as it was before.
+            ConfigError: the model is not wrapped, the name is taken, or there is no whole adapter in the folder.
+            ModelMismatchError: layers or tensors are missing, unexpected or of another size.
+            UnsupportedMethodError: it needs base weights. After each of these the model is as it was before.
         """
         from symbiosis import export
 

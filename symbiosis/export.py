@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import peft
+from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from torch import nn
 
 from symbiosis._version import __version__
 from symbiosis.adapters import base_modules, base_of, canonical_name
-from symbiosis.errors import ConfigError, ModelMismatchError
+from symbiosis.errors import ConfigError, ModelMismatchError, SymbiosisError
 from symbiosis.flight.protocol import Manifest
-from symbiosis.provenance import RECORD, Base
+from symbiosis.provenance import CONFIG, RECORD, Base, read_json
 
 
 def save(model: Any, folder: Path, manifest: Manifest, adapter_name: str) -> Path:
@@ -35,6 +36,7 @@ def save(model: Any, folder: Path, manifest: Manifest, adapter_name: str) -> Pat
     if config is None:
         raise ConfigError(f"no adapter {adapter_name!r} in this model; it has {', '.join(_adapters(model))}")
     served = Base.served(manifest)
+    config.base_model_name_or_path = config.base_model_name_or_path or served.name or None
     config.revision = config.revision or served.revision or None
     # "auto" would ask the hub for a config to see whether the vocabulary was resized.
     resized = _is_resized(base_of(model), manifest)
@@ -49,11 +51,11 @@ def load(model: Any, folder: Path, manifest: Manifest, adapter_name: str, traina
     """Put a saved adapter on a wrapped model, or on a PeftModel of one, beside those that it has.
 
     Raises:
-        ConfigError: there is no adapter in the folder, or the model has one of this name already.
-        ModelMismatchError: the folder lacks tensors of the adapter, or holds others, or others in size.
+        ConfigError: there is no adapter in the folder, or none that can be read, or the model has one of this name.
+        ModelMismatchError: the model has not the layers that the adapter is for, or the folder lacks tensors of the
+            adapter, or holds others, or others in size.
     """
-    if not (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"there is no adapter in {folder}: it has no adapter_config.json")
+    _check_folder(folder)
     taken = _adapters(model) if isinstance(model, peft.PeftModel) else {}
     if adapter_name in taken:
         raise ConfigError(f"the model has an adapter {adapter_name!r} already; give another adapter_name")
@@ -64,11 +66,28 @@ def load(model: Any, folder: Path, manifest: Manifest, adapter_name: str, traina
             "or connect to a server of its own base",
             stacklevel=3,
         )
-    loaded = model if taken else _without_weights(model, folder, adapter_name, trainable)
-    with _undone_on_failure(loaded, adapter_name, bool(taken), f"{folder}, made for {recorded}, on {served}"):
+    with _undone_on_failure(model, adapter_name, f"{folder}, made for {recorded}, on {served}"):
+        loaded = model if taken else _without_weights(model, folder, adapter_name, trainable)
         loaded.load_adapter(str(folder), adapter_name=adapter_name, is_trainable=trainable)
-        _check_keys(loaded, folder, adapter_name)
+        if misfit := _misfit(loaded, folder, adapter_name):
+            raise ValueError(misfit)
     return loaded
+
+
+def _check_folder(folder: Path) -> None:
+    """What peft would look for on a model hub, or fail on without a word about the folder."""
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"there is no adapter in {folder}: it has no {CONFIG}")
+    kind = read_json(folder / CONFIG).get("peft_type")
+    if kind not in [known.value for known in peft.PeftType]:
+        raise ConfigError(
+            f"{folder / CONFIG} has peft_type {kind!r}, which peft {peft.__version__} does not know; if a newer peft "
+            "wrote it, install that one"
+        )
+    if not any((folder / name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+        raise ConfigError(
+            f"the adapter in {folder} has no values: neither {SAFETENSORS_WEIGHTS_NAME} nor {WEIGHTS_NAME}"
+        )
 
 
 def _adapters(model: Any) -> dict[str, peft.PeftConfig]:
@@ -89,19 +108,26 @@ def _without_weights(model: nn.Module, folder: Path, adapter_name: str, trainabl
 
 
 @contextlib.contextmanager
-def _undone_on_failure(model: Any, adapter_name: str, beside_others: bool, what: str) -> Iterator[None]:
+def _undone_on_failure(model: Any, adapter_name: str, what: str) -> Iterator[None]:
+    """Whatever goes wrong, take off what was put on; what does not fit is a ModelMismatchError."""
+    children = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
+    base, had_adapters = base_of(model), isinstance(model, peft.PeftModel)
     try:
         yield
-    except (RuntimeError, ModelMismatchError) as error:
-        if beside_others:
+    except BaseException as error:
+        if had_adapters and adapter_name in model.peft_config:
             model.delete_adapter(adapter_name)
-        elif not model.active_peft_config.is_prompt_learning:
-            model.unload()
+        for parent, name, child in children:
+            parent._modules[name] = child
+        if not had_adapters:
+            vars(base).pop("peft_config", None)
+        if isinstance(error, SymbiosisError) or not isinstance(error, Exception):
+            raise
         raise ModelMismatchError(f"cannot load the adapter in {what}: {error}") from error
 
 
-def _check_keys(model: Any, folder: Path, adapter_name: str) -> None:
-    """What a folder holds must be what saving this adapter would write."""
+def _misfit(model: Any, folder: Path, adapter_name: str) -> str:
+    """What a folder holds beside what saving this adapter would write, or lacks of it; empty if nothing."""
     found = set(load_peft_weights(str(folder), device="cpu"))
     wanted, allowed = (
         set(get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=embeddings))
@@ -109,8 +135,8 @@ def _check_keys(model: Any, folder: Path, adapter_name: str) -> None:
     )
     for word, keys in (("lacks", wanted - found), ("has the unexpected", found - allowed)):
         if keys:
-            shown = ", ".join(sorted(keys)[:3])
-            raise ModelMismatchError(f"it {word} {len(keys)} tensors, first {shown}")
+            return f"it {word} {len(keys)} tensors, first {', '.join(sorted(keys)[:3])}"
+    return ""
 
 
 def _is_resized(base: nn.Module, manifest: Manifest) -> bool:

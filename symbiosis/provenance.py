@@ -23,10 +23,12 @@ import msgspec
 from torch import nn
 
 from symbiosis.adapters import base_of
+from symbiosis.errors import ConfigError
 from symbiosis.flight.fingerprint import model_fingerprint
 from symbiosis.flight.protocol import DTYPES, Manifest
 
-RECORD = "symbiosis.json"
+CONFIG, RECORD = "adapter_config.json", "symbiosis.json"
+WITHOUT_RECORD = "restore it; without it the adapter loads too, but its base is known by name only"
 TAG = "symbiosis-base:"
 # Fingerprints are compared in the first of these that both sides have: the least precise dtype is one that a
 # checkpoint served as float32 and the same one served as bfloat16 have in common.
@@ -51,11 +53,18 @@ class Base:
 
     @classmethod
     def recorded(cls, folder: Path) -> Base:
-        """The base that a saved adapter names: as we recorded it, or as peft did."""
-        config = json.loads((folder / "adapter_config.json").read_text())
+        """The base that a saved adapter names: as we recorded it, or as peft did.
+
+        Raises:
+            ConfigError: a record is damaged.
+        """
+        config = read_json(folder / CONFIG)
         named = cls(config.get("base_model_name_or_path") or "", config.get("revision") or "")
         if (folder / RECORD).is_file():
-            return msgspec.convert(json.loads((folder / RECORD).read_text())["base"], cls)
+            try:
+                return msgspec.convert(read_json(folder / RECORD).get("base", {}), cls)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{folder / RECORD} does not describe a base: {error}; {WITHOUT_RECORD}") from error
         with contextlib.suppress(OSError):
             if tag := re.search(rf"{TAG}([0-9a-f]{{64}})", (folder / "README.md").read_text()):
                 return cls(named.name, named.revision, "", {COMPARED[0]: tag[1]})
@@ -77,6 +86,21 @@ class Base:
         parts = [self.revision and f"revision {self.revision}", self.fingerprint[1] and self.fingerprint[1][:12]]
         known = ", ".join(filter(None, parts))
         return f"{self.name or 'a base without a name'}{f' ({known})' if known else ''}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a file.
+
+    Raises:
+        ConfigError: it has none in it.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}; restore it from where the adapter came from") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, not an object; restore it")
+    return found
 
 
 def tag(model: nn.Module, manifest: Manifest) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import symbiosis
 from symbiosis.connection import Connection
-from symbiosis.errors import ConfigError, ModelMismatchError
+from symbiosis.errors import ConfigError, ModelMismatchError, UnsupportedMethodError
 from symbiosis.flight.base_model import BaseModel
 from symbiosis.provenance import Base
 from tests.client.conftest import adapt, assert_same_step, difference, run_step
@@ -321,8 +321,79 @@ def test_tensors_that_do_not_fit_are_errors(
     conn.load_adapter(model, tmp_path / "right", "right")  # and the model can be used
 
 
-def test_no_adapter_there(conn: Connection, model: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no adapter in .*adapter_config\.json"):
+def test_an_adapter_for_other_layers(
+    conn: Connection, tokens: Any, tiny_gpt2: Any, start_server: Any, tmp_path: Path
+) -> None:
+    conn.save_adapter(adapt(conn.load_model(), lora()), tmp_path)
+    with symbiosis.connect(start_server(BaseModel(tiny_gpt2(), name="org/tiny-gpt2")).url) as gpt2:
+        model = gpt2.load_model()
+        before = logits(model, tokens())
+
+        with (
+            pytest.warns(UserWarning, match=f"made for {NAME}.*serves org/tiny-gpt2"),
+            pytest.raises(ModelMismatchError, match=f"made for {NAME}.*on org/tiny-gpt2.*q_proj"),
+        ):
+            gpt2.load_adapter(model, tmp_path)
+
+        assert torch.equal(logits(model, tokens()), before)
+
+
+def test_a_refused_method_leaves_the_model_as_it_was(conn: Connection, model: Any, tokens: Any, tmp_path: Path) -> None:
+    local = adapt(model, lora(target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]))
+    local.save_pretrained(tmp_path, save_embedding_layers=False)
+    remote = conn.load_model()
+    names, before = [name for name, _ in remote.named_modules()], logits(remote, tokens())
+
+    with pytest.raises(UnsupportedMethodError, match="lm_head"):
+        conn.load_adapter(remote, tmp_path)
+
+    assert [name for name, _ in remote.named_modules()] == names
+    assert torch.equal(logits(remote, tokens()), before)
+    assert not hasattr(remote, "peft_config")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("adapter_config.json", None, r"no adapter in .*adapter_config\.json"),
+        ("adapter_config.json", "{", r"adapter_config\.json is damaged"),
+        ("adapter_config.json", "[]", r"adapter_config\.json holds a list"),
+        ("adapter_config.json", '{"peft_type": "FUTURE"}', "peft_type 'FUTURE', which peft .* does not know"),
+        ("adapter_model.safetensors", None, "has no values: neither"),
+        ("symbiosis.json", "{", r"symbiosis\.json is damaged"),
+        ("symbiosis.json", '{"base": {"name": 3}}', r"symbiosis\.json does not describe a base"),
+    ],
+)
+def test_a_damaged_folder_is_named(
+    conn: Connection, tmp_path: Path, file: str, content: str | None, words: str
+) -> None:
+    conn.save_adapter(adapt(conn.load_model(), lora()), tmp_path)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_text(content)
+
+    with pytest.raises(ConfigError, match=words):
         conn.load_adapter(conn.load_model(), tmp_path)
+
+
+def test_damaged_values_are_named(conn: Connection, tmp_path: Path) -> None:
+    conn.save_adapter(adapt(conn.load_model(), lora()), tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"not a tensor in it")
+
+    with pytest.raises(ModelMismatchError, match=f"{re.escape(str(tmp_path))}, made for {NAME}"):
+        conn.load_adapter(conn.load_model(), tmp_path)
+
+
+def test_only_for_wrapped_models(conn: Connection, model: Any, tmp_path: Path) -> None:
+    conn.save_adapter(adapt(conn.load_model(), lora()), tmp_path)
+
     with pytest.raises(ConfigError, match="not wrapped"):
         conn.load_adapter(model, tmp_path)
+
+
+def test_a_base_without_a_name_gets_the_servers(conn: Connection, model: Any, tmp_path: Path) -> None:
+    model.config.name_or_path = model.name_or_path = ""
+
+    conn.save_adapter(adapt(conn.wrap(model), lora()), tmp_path)
+
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == NAME
