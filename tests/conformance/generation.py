@@ -248,7 +248,7 @@ def without_adapter(model: Any) -> object:
 
 
 def piped(model: Any) -> object:
-    pipe = transformers.pipeline("text-generation", model=model.get_base_model(), tokenizer=letters())
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=letters())
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     texts = pipe(["the first", "second"], batch_size=2, **options)
     chat = pipe([{"role": "user", "content": "How are you?"}], **options)
@@ -270,13 +270,12 @@ def continuous(**config: Any) -> Callable[[Any], object]:
     """transformers' own continuous batching, with requests of several lengths."""
 
     def act(model: Any) -> object:
-        base = model.get_base_model()
         prompts = [[11, 42, 7, 63, 25], [88, 5, 31], list(range(20, 60)), [9]]
         settings = transformers.GenerationConfig(
             max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
         batching = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, page_size=16, **config)
-        outputs = base.generate_batch(prompts, settings, batching)
+        outputs = model.generate_batch(prompts, settings, batching)
         found = [outputs[name].generated_tokens for name in sorted(outputs, key=lambda name: outputs[name].prompt_ids)]
         alone = [
             generated(model, prompt([ids]), eos_token_id=-1)["sequences"][0, len(ids) :] for ids in sorted(prompts)
@@ -399,7 +398,7 @@ FRONTS = (
     Mode('pipeline("text-generation")', act=piped, note="a batch, and a conversation through a chat template"),
     Mode("Chat template, the demo model", act=chat, build=smollm2, adapt=lora(r=8), slow=True),
     Mode("generate_batch", act=continuous(), note="continuous batching"),
-    Mode("generate_batch, without shared prefixes", act=continuous(allow_block_sharing=False)),
+    Mode("generate_batch, without shared prefixes", act=continuous(allow_block_sharing=False), slow=True),
 )
 INTRO = (
     "Of a Llama of two layers with LoRA on q and v, unless the line says otherwise. The tokens are the same; scores, "
