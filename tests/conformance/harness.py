@@ -193,6 +193,7 @@ def params(sections: Sequence[Section]) -> list[Any]:
         pytest.param(row, id=f"{section.title}-{row.name}".replace(" ", "_"), marks=slow if row.slow else [])
         for section in sections
         for row in section.rows
+        if not row.untried  # which the table says; a test of it could not fail
     ]
 
 
@@ -227,8 +228,6 @@ def check(row: Row, bench: Bench) -> Measured | None:
     Raises:
         AssertionError: something differs from local, or from what the row declares.
     """
-    if row.untried:
-        return None
     assert row.build is not None
     base, url = bench.serve(row.build)
     with row.context(), symbiosis.connect(url, **row.options) as connection:
