@@ -35,6 +35,8 @@ from pydantic import (
     model_validator,
 )
 
+from symbiosis.errors import ConfigError
+from symbiosis.private_files import read_file
 from symbiosis.settings import ENV_PREFIX, Options, Setting
 
 MIN_MESSAGE_BYTES = 1024
@@ -42,11 +44,6 @@ MIN_MESSAGE_BYTES = 1024
 # keeps the two equal.
 MAX_MESSAGE_BYTES = 2**30
 MAX_REQUEST_TIMEOUT_S = 3600
-
-TOKEN_REFUSAL = (
-    "authentication does not exist yet, so a token would protect nothing and is refused; leave it out, "
-    "and keep the server on a loopback host"
-)
 
 
 def _parse_bytes(value: object) -> object:
@@ -64,9 +61,9 @@ def _check_device(value: str) -> str:
     return value
 
 
-def _refuse_token(value: object) -> object:
-    if value is not None:
-        raise ValueError(TOKEN_REFUSAL)
+def _check_token(value: SecretStr | None) -> SecretStr | None:
+    if value is not None and not re.fullmatch(r"[\x21-\x7e]{1,512}", value.get_secret_value()):
+        raise ValueError("expected a token as symbiosis-flight-server token create prints it: one word of ASCII")
     return value
 
 
@@ -92,8 +89,8 @@ Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 Device = Annotated[str, AfterValidator(_check_device)]
 Token = Annotated[
     SecretStr | None,
-    BeforeValidator(_refuse_token),
-    Field(description="Refused in this version: authentication does not exist yet."),
+    AfterValidator(_check_token),
+    Field(description="Token that the operator gave you; better in the environment or a file than in a notebook."),
 ]
 
 
@@ -158,7 +155,21 @@ class ServerOptions(Options):
     local_files_only: bool = Field(
         default=False, description="Never ask the model hub; HF_HUB_OFFLINE=1 does the same."
     )
-    token: Token = None
+    tokens: str | None = Field(
+        default=None,
+        description="File of tokens that clients must have one of; off = none; not set = tokens.json in the cache "
+        "folder, if there is one.",
+    )
+    audit_log: Path | None = Field(
+        default=None, description="Append a JSON line for each call to this file: who, when, what, never data."
+    )
+    audit_log_bytes: Bytes = Field(default=64 * 2**20, ge=4096, description="Size at which a new audit log is begun.")
+    audit_log_files: int = Field(default=8, ge=1, le=10_000, description="Full audit logs that are kept.")
+    extraction_budget: float | None = Field(
+        default=None,
+        gt=0,
+        description="Most rows that a tenant may send to a module, as a multiple of what determines its weights.",
+    )
 
     @property
     def cache_path(self) -> Path:
@@ -168,6 +179,13 @@ class ServerOptions(Options):
         from platformdirs import user_cache_path
 
         return user_cache_path("symbiosis", appauthor=False)
+
+    @property
+    def tokens_path(self) -> Path | None:
+        """The file of tokens, whether it exists or not; None where authentication is off."""
+        if self.tokens == "off":
+            return None
+        return Path(self.tokens) if self.tokens is not None else self.cache_path / "tokens.json"
 
     @property
     def tls_on(self) -> bool:
@@ -247,6 +265,21 @@ class ClientOptions(Options):
         default=None, description="PEM private key of tls_client_cert, without a passphrase."
     )
     token: Token = None
+    token_file: Path | None = Field(default=None, description="File that holds the token; token wins over it.")
+
+    def secret(self) -> SecretStr | None:
+        """The token, wherever it was given; None if it was not.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds no token.
+        """
+        if self.token is not None or self.token_file is None:
+            return self.token
+        content = SecretStr(read_file(self.token_file, "token_file").decode("utf-8", "replace").strip())
+        try:
+            return _check_token(content)
+        except ValueError as error:
+            raise ConfigError(f"token_file {self.token_file}: {error}") from None
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

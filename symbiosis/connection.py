@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
+from pydantic import SecretStr
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -50,7 +51,8 @@ M = TypeVar("M", bound=nn.Module)
 def connect(
     url: str | Sequence[str],
     *,
-    token: str | None = None,
+    token: str | SecretStr | None = None,
+    token_file: str | Path | None = None,
     request_timeout_s: float | None = None,
     connect_timeout_s: float | None = None,
     max_message_bytes: int | None = None,
@@ -70,7 +72,8 @@ def connect(
     Args:
         url: `grpc+tls://HOST:PORT` or `grpc://HOST:PORT`, as the server prints it; or several of them, of servers that
             hold the same model: calls go to the one with the fewest clients, and to another when it fails.
-        token: refused in this version, since there is no authentication yet.
+        token, token_file: the token that the operator gave you, or the file it is in. What is written in a notebook is
+            saved with it: prefer SYMBIOSIS_CLIENT_TOKEN, a file, or `getpass.getpass()`.
         request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, retry_s, keepalive_s, lm_head,
             reveal_adapter: as in `symbiosis.config.ClientOptions`; what is not given is read from
             SYMBIOSIS_CLIENT_* variables.
@@ -81,12 +84,15 @@ def connect(
     Raises:
         ConfigError: a bad URL or option.
         ConnectError: nothing answers there.
+        AuthError: the token is missing or not good.
         TlsError: the server is not the one to trust, or one end does not speak TLS.
         ProtocolVersionError: the server speaks another version.
         ModelMismatchError: two of the servers hold different models.
     """
+    token = SecretStr(token) if isinstance(token, str) else token  # hidden from tracebacks that show locals
     explicit = {
         "token": token,
+        "token_file": token_file,
         "request_timeout_s": request_timeout_s,
         "connect_timeout_s": connect_timeout_s,
         "max_message_bytes": max_message_bytes,
@@ -117,7 +123,7 @@ def _channel(url: str, options: ClientOptions) -> FlightChannel:
     tls = Tls(
         options.tls_ca, options.tls_fingerprint, options.tls_hostname, options.tls_client_cert, options.tls_client_key
     )
-    return FlightChannel(url, options.max_streams, options.keepalive_s, tls)
+    return FlightChannel(url, options.max_streams, options.keepalive_s, tls, options.secret())
 
 
 class Connection:
@@ -320,7 +326,9 @@ class Connection:
         up = [state.up for state in self._replicas.states()]
         state = "closed" if self._closed else "open" if all(up) else f"down {len(up) - sum(up)}/{len(up)}"
         calls = self._recorder.stats().calls
-        return f"<Connection {self.url} {state} {self.manifest.model}: {calls:,} calls>"
+        # A debugger shows also what is still connecting.
+        model = self.manifest.model if "manifest" in vars(self) else "?"
+        return f"<Connection {self.url} {state} {model}: {calls:,} calls>"
 
     def _repr_html_(self) -> str:
         rows = [

@@ -13,6 +13,8 @@
     ├── InvalidInputError         (ValueError)           wrong width, dtype, shape or value in a tensor
     ├── MessageTooLargeError      (ValueError)           one message exceeds the agreed limit
     ├── ServerBusyError           (RuntimeError)     [r] queue full or draining; carries retry_after_s
+    ├── QuotaExceededError        (RuntimeError)     [r] over the tenant's quota; carries retry_after_s
+    ├── BudgetExceededError       (PermissionError)      over the extraction budget of a module
     ├── DeadlineExceededError     (TimeoutError)     [r] no reply within the deadline
     ├── RemoteComputeError        (RuntimeError)         the server failed while computing
     │   └── RemoteOutOfMemoryError (MemoryError)     [r] the server's device ran out of memory
@@ -126,6 +128,19 @@ class ServerBusyError(SymbiosisError, RuntimeError):
 
     code = "SERVER_BUSY"
     retryable = True
+
+
+class QuotaExceededError(SymbiosisError, RuntimeError):
+    """The tenant's quota is used up for now; `retry_after_s` says when to come back."""
+
+    code = "QUOTA_EXCEEDED"
+    retryable = True
+
+
+class BudgetExceededError(SymbiosisError, PermissionError):
+    """The tenant has sent as many rows to a module as the operator allows."""
+
+    code = "BUDGET_EXCEEDED"
 
 
 class DeadlineExceededError(SymbiosisError, TimeoutError):

@@ -29,6 +29,8 @@ TREE: dict[type[SymbiosisError], tuple[str, type[BaseException], bool]] = {
     errors.InvalidInputError: ("INVALID_INPUT", ValueError, False),
     errors.MessageTooLargeError: ("MESSAGE_TOO_LARGE", ValueError, False),
     errors.ServerBusyError: ("SERVER_BUSY", RuntimeError, True),
+    errors.QuotaExceededError: ("QUOTA_EXCEEDED", RuntimeError, True),
+    errors.BudgetExceededError: ("BUDGET_EXCEEDED", PermissionError, False),
     errors.DeadlineExceededError: ("DEADLINE_EXCEEDED", TimeoutError, True),
     errors.RemoteComputeError: ("REMOTE_COMPUTE", RuntimeError, False),
     errors.RemoteOutOfMemoryError: ("REMOTE_OUT_OF_MEMORY", MemoryError, True),

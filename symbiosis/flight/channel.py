@@ -19,7 +19,9 @@ from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as fl
+from pydantic import SecretStr
 
+from symbiosis.config import is_loopback
 from symbiosis.errors import (
     AuthError,
     ClosedError,
@@ -30,13 +32,14 @@ from symbiosis.errors import (
     SymbiosisError,
 )
 from symbiosis.flight import protocol
-from symbiosis.flight.tls import Tls, client_arguments, explain
+from symbiosis.flight.tls import Tls, address, client_arguments, explain
 from symbiosis.interrupts import Watch, WatchedCall
 
 T = TypeVar("T")
 GRACE_S = 1.0  # what gRPC gets to keep the time by itself; it cannot in a process forked after its threads were started
 SCHEMES = ("grpc://", "grpc+tls://", "grpc+tcp://", "grpc+unix://")
 NO_TLS = Tls()
+UNAUTHENTICATED = "Detail: Unauthenticated"  # on a stream, pyarrow gives the status without its class
 CHANNEL_OPTIONS = [
     # A channel of its own: no shared back-off state, and a quick retry when a server is restarted.
     ("grpc.use_local_subchannel_pool", 1),
@@ -95,16 +98,27 @@ class FlightChannel:
         max_streams: most streams open at once; further calls wait for one.
         keepalive_s: how long a server may be silent until it is asked whether it lives, and until it is given up.
         tls: whom to trust, and what to show.
+        token: sent with each stream, action and download.
     """
 
     _client: fl.FlightClient | None = None  # made by the first call, in the process that makes it
     _pid = 0
     _worked = False
 
-    def __init__(self, url: str, max_streams: int = 8, keepalive_s: float = 20.0, tls: Tls = NO_TLS) -> None:
+    def __init__(
+        self,
+        url: str,
+        max_streams: int = 8,
+        keepalive_s: float = 20.0,
+        tls: Tls = NO_TLS,
+        token: SecretStr | None = None,
+    ) -> None:
         self._keepalive_ms = int(keepalive_s * 1e3)
         self.url = check_url(url)
         self._tls = tls
+        self._token = token
+        if token and self.url.startswith(("grpc://", "grpc+tcp://")) and not is_loopback(address(self.url)[0]):
+            raise ConfigError(f"{url}: without TLS everybody on the way could read the token; use grpc+tls://HOST:PORT")
         self.open_header = b""
         self._max_streams = max_streams
         self._watch = Watch()
@@ -128,7 +142,7 @@ class FlightChannel:
 
     def action(self, name: str, body: bytes, timeout_s: float) -> bytes:
         def run() -> bytes:
-            options = fl.FlightCallOptions(timeout=timeout_s)
+            options = self._call_options(timeout_s)
             results = list(self._connected().do_action(fl.Action(name, body), options))
             if len(results) != 1:
                 raise ProtocolError(f"action {name} of {self.url} answered {len(results)} results, expected 1")
@@ -137,7 +151,7 @@ class FlightChannel:
         return self._interruptible(run, timeout_s + GRACE_S)
 
     def download(self, ticket: bytes, timeout_s: float) -> Iterator[Message]:
-        options = fl.FlightCallOptions(timeout=timeout_s)
+        options = self._call_options(timeout_s)
         reader = self._mapped(lambda: self._connected().do_get(fl.Ticket(ticket), options))
         try:
             while (chunk := self._interruptible(lambda: _next_chunk(reader), timeout_s + GRACE_S)) is not None:
@@ -199,10 +213,21 @@ class FlightChannel:
             if self._idle:
                 return self._idle.pop()
         try:
-            return self._interruptible(lambda: _Stream(client, self.open_header), deadline_s - time.monotonic())
+            return self._interruptible(lambda: self._opened(client), deadline_s - time.monotonic())
         except BaseException:
             self._free.release()
             raise
+
+    def _opened(self, client: fl.FlightClient) -> _Stream:
+        return _Stream(client, self.open_header, self._call_options())
+
+    def _call_options(self, timeout_s: float | None = None) -> fl.FlightCallOptions:
+        if self._token is None:
+            return fl.FlightCallOptions(timeout=timeout_s)
+        # In no variable of ours: tracebacks that show locals are shared, too.
+        return fl.FlightCallOptions(
+            timeout=timeout_s, headers=[(b"authorization", b"Bearer " + self._token.get_secret_value().encode())]
+        )
 
     def _exchange_on(self, stream: _Stream, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Message:
         clean = False
@@ -261,8 +286,14 @@ class FlightChannel:
                 f"no reply from {self.url} within the deadline; the server may be overloaded or gone "
                 "(connect_timeout_s and request_timeout_s set the limits)"
             )
-        if isinstance(error, (fl.FlightUnauthenticatedError, fl.FlightUnauthorizedError)):
-            return AuthError(f"{self.url} refused the credentials")
+        if isinstance(error, (fl.FlightUnauthenticatedError, fl.FlightUnauthorizedError)) or UNAUTHENTICATED in str(
+            error
+        ):
+            return AuthError(
+                f"{self.url} refused the token; ask its operator whether it is still good"
+                if self._token
+                else f"{self.url} asks for a token; give it as SYMBIOSIS_CLIENT_TOKEN, token_file= or token="
+            )
         if self._closed:
             return ClosedError(f"the connection to {self.url} was closed while a call was under way")
         if (explained := self._explained()) is not None:
@@ -287,8 +318,8 @@ class _Interrupted(Exception):
 class _Stream:
     """One open DoExchange stream, for one call at a time."""
 
-    def __init__(self, client: fl.FlightClient, open_header: bytes) -> None:
-        self._writer, self._reader = client.do_exchange(fl.FlightDescriptor.for_command(open_header))
+    def __init__(self, client: fl.FlightClient, open_header: bytes, options: fl.FlightCallOptions) -> None:
+        self._writer, self._reader = client.do_exchange(fl.FlightDescriptor.for_command(open_header), options)
         self._writer.begin(protocol.SCHEMA)
         self.calls = 0
 
@@ -316,6 +347,5 @@ def _next_chunk(reader: Any) -> Any:
 
 
 def _proxy(url: str) -> list[tuple[str, int]]:
-    host = url.partition("://")[2]
-    loopback = host.startswith(("127.", "localhost:", "[::1]"))
+    loopback = not url.startswith("grpc+unix://") and is_loopback(address(url)[0])
     return [("grpc.enable_http_proxy", 0)] if loopback else []

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from symbiosis._version import __version__
 from symbiosis.config import ServerOptions
 from symbiosis.errors import ConfigError, MissingExtraError, SymbiosisError
+from symbiosis.flight import admin
 from symbiosis.settings import Setting, choices, did_you_mean, to_toml
 
 PROG = "symbiosis-flight-server"
@@ -38,8 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # Before torch loads OpenMP: threads that spin while they wait starve the clients on the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in admin.VERBS:
+        return _administer(words)
     try:
-        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        arguments = parse_arguments(words)
         settings = _collect(arguments)
         options = ServerOptions.from_settings(settings)
     except ConfigError as error:
@@ -48,6 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(to_toml(options, settings))
         return 0
     return _serve(options)
+
+
+def _administer(words: Sequence[str]) -> int:
+    try:
+        return admin.main(words)
+    except SymbiosisError as error:
+        return _report(error)
 
 
 def load_server_options(argv: Sequence[str]) -> ServerOptions:
@@ -78,7 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=PROG,
         description="Serve one frozen base model to any number of clients over Arrow Flight.",
-        epilog="Precedence: command line, then environment, then the --config file, then default.",
+        epilog="Precedence: command line, then environment, then the --config file, then default. "
+        f"Other commands: {PROG} token create|list|revoke|quota, {PROG} certificate NAME (each with --help).",
         allow_abbrev=False,
     )
     parser.add_argument("MODEL", nargs="?", help="the same as --model")

@@ -181,6 +181,23 @@ class Health(Header, frozen=True, tag="health"):
     gemm_us: int
 
 
+class TenantStats(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one tenant did since the server's start.
+
+    `extraction` is, of the module that it sent most to, the number of rows over the rows that determine its weights;
+    `extracted_modules` is how many modules are past that.
+    """
+
+    tenant: str
+    requests: int
+    tokens: int
+    bytes_in: int
+    bytes_out: int
+    refused: int = 0
+    extraction: float = 0.0
+    extracted_modules: int = 0
+
+
 class ServerStats(Header, frozen=True, tag="server_stats"):
     """Counters of the server since its start."""
 
@@ -195,6 +212,7 @@ class ServerStats(Header, frozen=True, tag="server_stats"):
     mean_batch: float
     memory_bytes: int
     fingerprint: str = ""
+    tenant: TenantStats | None = None  # of who asks; nobody is told about another tenant
 
 
 class Ticket(Header, frozen=True, tag="ticket"):

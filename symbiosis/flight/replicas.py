@@ -195,7 +195,7 @@ class Replicas:
     def _on_error(self, replica: Replica, error: SymbiosisError) -> float:
         """Note a failed try; seconds until another one makes sense."""
         if not isinstance(error, OF_THE_SERVER) or self._closed.is_set():
-            return 0.0
+            return error.retry_after_s or 0.0  # a quota: about this client, whatever the server
         with self._lock:
             now_s = time.monotonic()
             replica.fail(error, now_s)

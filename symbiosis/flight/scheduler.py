@@ -37,8 +37,8 @@ class Key(NamedTuple):
 class Task:
     """One request, decoded and checked, and the future of its result.
 
-    `deadline_s` is a reading of the scheduler's clock; `client` names whose turn it is; `held_s` is how
-    long it waited while the device was free.
+    `deadline_s` is a reading of the scheduler's clock; `client` names one loop of calls, `tenant` whose it is (empty
+    where the server asks for no tokens); `held_s` is how long it waited while the device was free.
     """
 
     key: Key
@@ -46,6 +46,7 @@ class Task:
     nbytes: int
     tensors: list[Any]
     client: str = ""
+    tenant: str = ""
     enqueued_s: float = 0.0
     deadline_s: float = float("inf")
     busy_mark_s: float = 0.0

@@ -28,10 +28,13 @@ from symbiosis._version import __version__
 from symbiosis.config import ServerOptions, is_loopback
 from symbiosis.errors import ConfigError, MissingExtraError
 from symbiosis.flight import protocol
+from symbiosis.flight.audit_log import AuditLog
 from symbiosis.flight.base_model import BaseModel
 from symbiosis.flight.executor import Executor
+from symbiosis.flight.ledger import Ledger
 from symbiosis.flight.scheduler import Batch, Scheduler
 from symbiosis.flight.service import Service
+from symbiosis.flight.tokens import TokenBook
 
 if TYPE_CHECKING:
     from symbiosis.privacy.certificates import Identity
@@ -64,6 +67,7 @@ class Server:
         self._draining = False
         self._manifest = self._describe()
         self.identity = _identity(options)
+        self.ledger = _ledger(base, options)
         self._service = self._bind()
         self._executor.start()
 
@@ -96,6 +100,7 @@ class Server:
         closing = threading.Thread(target=self._service.shutdown, name="symbiosis-shutdown", daemon=True)
         closing.start()
         closing.join(max(0.5, min(2.0, deadline_s - time.monotonic())))
+        self.ledger.close()
         return finished
 
     def __enter__(self) -> Server:
@@ -152,14 +157,20 @@ class Server:
                 "leave out --insecure to get TLS",
                 self.options.host,
             )
+        if self.ledger.book is None and not is_loopback(self.options.host):
+            logger.warning(
+                "no tokens: whoever reaches %s may use this server; run symbiosis-flight-server token create TENANT",
+                self.options.host,
+            )
         host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
         location = f"{self._scheme}://{host}:{self.options.port}"
         actions = {"hello": lambda: self._manifest, "health": self._health, "stats": self.stats}
         try:
             _refuse_taken(self.options.host, self.options.port)
             limit = self.options.max_message_bytes
-            return Service(location, self.base, self._scheduler, actions, limit, self.identity)
+            return Service(location, self.base, self._scheduler, actions, limit, self.identity, self.ledger)
         except (fl.FlightError, OSError) as error:
+            self.ledger.close()
             raise ConfigError(
                 f"cannot listen on {location}: {error}. "
                 "stop what uses the port, or give --port another one (0: any free)"
@@ -226,7 +237,7 @@ def run(options: ServerOptions) -> int:
         received.append(signal.Signals(number))
 
     base = load_base(options)
-    server = Server(base, options)
+    server = Server(base, _with_tokens(options))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     print(_listening(server), flush=True)
@@ -259,14 +270,39 @@ def _identity(options: ServerOptions) -> Identity | None:
     return certificates.identity(options)
 
 
-def _listening(server: Server) -> str:
-    base = server.base
-    identity = server.identity
-    return (
-        f"listening on {server.url} model={base.name} modules={len(base.modules)} "
-        f"memory={base.base_bytes / 1e6:.0f}MB dtype={str(base.dtype).removeprefix('torch.')} device={base.device} "
-        f"fingerprint={base.fingerprint[:12]}" + (f" tls=sha256:{identity.fingerprint}" if identity else "")
+def _ledger(base: BaseModel, options: ServerOptions) -> Ledger:
+    """Tokens are asked for only if a file is named: `run` looks for the one in the cache folder, `serve` does not."""
+    path = options.tokens_path if options.tokens is not None else None
+    audit = options.audit_log
+    widths = {info.name: (info.d_in, info.d_out) for info in base.module_infos() if info.kind != "norm"}
+    return Ledger(
+        widths,
+        TokenBook(path) if path else None,
+        AuditLog(audit, options.audit_log_bytes, options.audit_log_files) if audit else None,
+        options.extraction_budget,
     )
+
+
+def _with_tokens(options: ServerOptions) -> ServerOptions:
+    """Ask for tokens where the operator has made some."""
+    path = options.tokens_path
+    found = options.tokens is None and path is not None and path.exists()
+    return options.model_copy(update={"tokens": str(path)}) if found else options
+
+
+def _listening(server: Server) -> str:
+    base, identity = server.base, server.identity
+    words = {
+        "model": base.name,
+        "modules": len(base.modules),
+        "memory": f"{base.base_bytes / 1e6:.0f}MB",
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "device": base.device,
+        "fingerprint": base.fingerprint[:12],
+        **({"tls": f"sha256:{identity.fingerprint}"} if identity else {}),
+        "tokens": "off" if server.ledger.book is None else "required",
+    }
+    return f"listening on {server.url} " + " ".join(f"{key}={value}" for key, value in words.items())
 
 
 def _write_port(path: Path, port: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.flight as fl
 
@@ -26,8 +27,10 @@ from symbiosis.errors import (
     SymbiosisError,
 )
 from symbiosis.flight import protocol, segment
+from symbiosis.flight.auth import KEY, Authentication, grant_of
 from symbiosis.flight.base_model import BaseModel
 from symbiosis.flight.executor import Result
+from symbiosis.flight.ledger import Ledger, Party
 from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request, TensorSpec, Ticket
 from symbiosis.flight.scheduler import Key, Scheduler, Task
 
@@ -49,6 +52,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         actions: name -> function without arguments that returns the header to answer with.
         max_message_bytes: limit of one message in either direction.
         identity: certificate and key for TLS; None serves in the clear.
+        ledger: who may do what, and what was done; None lets everybody do all.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         actions: dict[str, Callable[[], protocol.Header]],
         max_message_bytes: int,
         identity: Identity | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._base = base
         self._fingerprint = base.fingerprint
@@ -68,7 +73,8 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         self._streams: dict[int, str] = {}
         self._lock = threading.Lock()
         self.errors = 0
-        super().__init__(location, **_transport(identity))
+        self._ledger = ledger or Ledger({})
+        super().__init__(location, **_transport(identity), middleware=self._middleware())
 
     @property
     def clients(self) -> int:
@@ -77,14 +83,17 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             return len(set(self._streams.values()))
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        refusal, client = self._open(descriptor)
+        refusal, named = self._open(descriptor)
+        party = Party(grant_of(context), named)
+        client = party.name
+        logger.debug("stream of client %s opened", client)
         stream = id(context)
         with self._lock:
             self._streams[stream] = client
         try:
             writer.begin(protocol.SCHEMA)
             while (chunk := _read(reader)) is not None:
-                header, batch = self._answer(chunk, client, refusal)
+                header, batch = self._answer(chunk, party, refusal)
                 writer.write_with_metadata(batch, header)
         except pa.ArrowException:
             logger.debug("stream of client %s ended", client, exc_info=True)
@@ -95,12 +104,15 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
                 del self._streams[stream]
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
-        yield protocol.encode_header(self._act(action))
+        grant = grant_of(context)
+        self._ledger.note(grant, action.type)
+        yield protocol.encode_header(self._act(action, Party(grant).tenant))
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         return [(name, "docs/protocol.md section 6") for name in ("hello", *self._actions)]
 
     def do_get(self, context: Any, ticket: Any) -> fl.FlightDataStream:
+        self._ledger.note(grant_of(context), "download")
         return fl.GeneratorStream(protocol.SCHEMA, self._chunks(ticket.ticket))
 
     # What this service does not offer. The defaults of pyarrow answer with a traceback of this process.
@@ -134,24 +146,26 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             ), header.client
         return None, header.client
 
-    def _answer(self, chunk: Any, client: str, refusal: SymbiosisError | None) -> Message:
+    def _answer(self, chunk: Any, party: Party, refusal: SymbiosisError | None) -> Message:
         received_s = time.perf_counter()
         if refusal is not None:  # not raised: each raise would add this frame, and so the message, to its traceback
             return self._error(chunk, refusal)
         try:
-            return self._call(chunk, client, received_s)
+            return self._call(chunk, party, received_s)
         except SymbiosisError as error:
             return self._error(chunk, error)
         except Exception:
-            logger.exception("answering a call of client %s failed", client)
+            logger.exception("answering a call of client %s failed", party.name)
             return self._error(chunk, RemoteComputeError("the server failed on this call; its log has the details"))
 
-    def _call(self, chunk: Any, client: str, received_s: float) -> Message:
+    def _call(self, chunk: Any, party: Party, received_s: float) -> Message:
         request: Request = protocol.decode_header(chunk.app_metadata, Request)
-        task = self._task(request, chunk.data, client, received_s)
-        self._scheduler.submit(task)
-        result = _wait(task, request)
-        body = protocol.encode_body(result.outputs)
+        task = self._task(request, chunk.data, party, received_s)
+        with self._ledger.admit(party, request, task.nbytes) as call:
+            self._scheduler.submit(task)
+            result = _wait(task, request)
+            body = protocol.encode_body(result.outputs)
+            call.bytes_out = body.nbytes
         reply = Reply(
             id=request.id,
             tensors=[protocol.spec_of(output) for output in result.outputs],
@@ -163,7 +177,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         )
         return protocol.encode_header(reply), body
 
-    def _task(self, request: Request, batch: Any, client: str, received_s: float) -> Task:
+    def _task(self, request: Request, batch: Any, party: Party, received_s: float) -> Task:
         specs = request.tensors
         shapes = [spec.shape for spec in specs]
         if any(spec.dtype != specs[0].dtype for spec in specs) or any(len(shape) != 2 for shape in shapes):
@@ -175,7 +189,8 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             tokens=shapes[0][0],
             nbytes=batch.nbytes,
             tensors=tensors,
-            client=client,
+            client=party.name,
+            tenant=party.tenant,
             enqueued_s=received_s,
             deadline_s=received_s + request.deadline_ms / 1e3,
         )
@@ -205,7 +220,16 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
 
     # --- actions and downloads -----------------------------------------------------------------------
 
-    def _act(self, action: Any) -> protocol.Header:
+    def _middleware(self) -> dict[str, fl.ServerMiddlewareFactory]:
+        if self._ledger.book is None:
+            return {}
+        return {KEY: Authentication(self._ledger.book, self._refused)}
+
+    def _refused(self, method: str) -> None:
+        logger.info("refused a %s without a good token", method)
+        self._ledger.note(None, f"refused {method}")
+
+    def _act(self, action: Any, tenant: str) -> protocol.Header:
         try:
             if action.type == "hello":
                 hello: Hello = protocol.decode_header(action.body, Hello)
@@ -213,7 +237,10 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
                     raise _version_error(hello.protocol)
             elif action.type not in self._actions:
                 raise ProtocolError(f"unknown action {action.type!r}; known are hello, {', '.join(self._actions)}")
-            return self._actions[action.type]()
+            answer = self._actions[action.type]()
+            if isinstance(answer, protocol.ServerStats):
+                return msgspec.structs.replace(answer, tenant=self._ledger.stats(tenant))
+            return answer
         except SymbiosisError as error:
             return _error_header(0, error)
         except Exception:

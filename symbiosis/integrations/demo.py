@@ -91,7 +91,18 @@ def _start_server(children: Children, cache_dir: Path) -> tuple[Child, str]:
     _say("[1/3] Starting symbiosis-flight-server --model demo")
     with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as folder:
         port_file = Path(folder, "port")
-        where = ("--host", HOST, "--port", "0", "--port-file", str(port_file), "--cache-dir", str(cache_dir))
+        where = (
+            "--host",
+            HOST,
+            "--port",
+            "0",
+            "--port-file",
+            str(port_file),
+            "--cache-dir",
+            str(cache_dir),
+            "--tokens",
+            "off",
+        )
         server = children.start("server", "symbiosis.flight.cli", "--model", "demo", *where)
         with _waiting("loading the model (the first time, it is converted: about a minute)") as tick:
             url = f"grpc://{HOST}:{wait_for_file(port_file, server, START_TIMEOUT_S, tick).strip()}"

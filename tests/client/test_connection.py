@@ -38,7 +38,7 @@ def test_urls_that_are_none(url: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"token": "secret"}, "authentication does not exist yet"),
+        ({"token": "a secret"}, "token: expected a token"),
         ({"request_timeout_s": 0}, "request_timeout_s"),
         ({"max_streams": 0}, "max_streams"),
         ({"lm_head": "server"}, "lm_head"),

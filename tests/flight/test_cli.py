@@ -80,14 +80,13 @@ def test_every_option_has_a_flag() -> None:
         "max_batch_tokens": "3", "max_queue_bytes": "64MiB", "max_wait_us": "4", "drain_timeout_s": "0.5",
         "name": "n", "cache_dir": "c", "log_level": "error",
         "tls": "auto", "tls_client_ca": "a", "tls_names": "b.example,c.example",
+        "tokens": "t", "audit_log": "l", "audit_log_bytes": "1MiB", "audit_log_files": "3", "extraction_budget": "9.5",
     }  # fmt: skip
     argv = [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), value)]
 
     options = load_server_options([*argv, "--local-files-only"])
 
-    assert set(values) | {"local_files_only", "token", "tls_cert", "tls_key", "insecure"} == set(
-        ServerOptions.model_fields
-    )
+    assert set(values) | {"local_files_only", "tls_cert", "tls_key", "insecure"} == set(ServerOptions.model_fields)
     assert options == ServerOptions(**values, local_files_only=True)  # type: ignore[arg-type]
 
 
@@ -148,24 +147,14 @@ def test_a_flag_is_not_guessed_from_its_first_letters(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("argv", [["--tokn", SECRET], [f"--tokn={SECRET}"], ["demo", "--tokn", SECRET]])
 def test_the_value_of_an_unknown_flag_is_not_repeated(capsys: Any, argv: list[str]) -> None:
-    assert refusal(capsys, *argv) == ["--tokn on the command line: unknown flag; did you mean --token?"]
+    assert refusal(capsys, *argv) == ["--tokn on the command line: unknown flag; did you mean --tokens?"]
 
 
-@pytest.mark.parametrize("argv", [["--token", SECRET], [f"--token={SECRET}"], ["--token", ""]])
-def test_a_token_is_refused_and_not_repeated(capsys: Any, argv: list[str]) -> None:
+@pytest.mark.parametrize("argv", [["--token", SECRET], [f"--token={SECRET}"]])
+def test_a_server_takes_no_token_and_does_not_repeat_it(capsys: Any, argv: list[str]) -> None:
     (line,) = refusal(capsys, "demo", *argv)
 
-    assert line.startswith("--token on the command line: ")
-    assert SECRET not in line
-
-
-def test_a_token_in_the_environment_is_refused(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYMBIOSIS_TOKEN", SECRET)
-
-    (line,) = refusal(capsys, "demo")
-
-    assert line.startswith("SYMBIOSIS_TOKEN in the environment: authentication does not exist yet")
-    assert SECRET not in line
+    assert line == "--token on the command line: unknown flag; did you mean --tokens?"
 
 
 @pytest.mark.parametrize(

@@ -496,7 +496,7 @@ def test_a_port_file_in_no_folder_is_refused_before_anything_is_loaded(tmp_path:
 
 LISTENING = re.compile(
     r"listening on (?P<url>grpc://127\.0\.0\.1:(?P<port>\d+)) model=ours modules=(?P<modules>\d+) memory=\d+MB "
-    r"dtype=float32 device=cpu fingerprint=[0-9a-f]{12}\n"
+    r"dtype=float32 device=cpu fingerprint=[0-9a-f]{12} tokens=off\n"
 )
 
 
