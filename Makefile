@@ -12,6 +12,8 @@ PYTEST_ARGS ?=
 DEMO_ARGS  ?=
 # Extra words for the benchmark: make bench BENCH_ARGS=--help
 BENCH_ARGS ?=
+# Extra words for the fault scenarios: make faults FAULTS_ARGS='restarts --scale 0.1'
+FAULTS_ARGS ?=
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -23,7 +25,7 @@ SLOW   := slow and not gpu and not browser
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo setup test test-slow conformance check format bench clean
+.PHONY: help demo setup test test-slow conformance check format faults soak bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -53,6 +55,12 @@ check: $(STAMPS)/dev ## format, lint, types, layers, then the fast tests
 format: $(STAMPS)/dev ## rewrite the code as `make check` wants it
 	$(BIN)/python -m ruff check --fix-only .
 	$(BIN)/python -m ruff format .
+
+faults: $(STAMPS)/dev ## servers killed, networks cut, tenants that overdo it (~15 min); figures go to faults.json
+	$(BIN)/python -m tests.faults $(FAULTS_ARGS)
+
+soak: $(STAMPS)/dev ## half an hour of mixed work and random kills; figures go to faults.json
+	$(BIN)/python -m tests.faults soak $(FAULTS_ARGS)
 
 bench: $(STAMPS)/demo ## a wrapped client against the local model, measured in one run
 	$(BIN)/python -m benchmarks run --quick --out bench.json $(BENCH_ARGS)

@@ -37,6 +37,7 @@ from symbiosis.interrupts import Watch, WatchedCall
 
 T = TypeVar("T")
 GRACE_S = 1.0  # what gRPC gets to keep the time by itself; it cannot in a process forked after its threads were started
+STALE_S = 1.0  # a stream that died while it was idle fails at once; what takes longer is another trouble
 SCHEMES = ("grpc://", "grpc+tls://", "grpc+tcp://", "grpc+unix://")
 NO_TLS = Tls()
 UNAUTHENTICATED = "Detail: Unauthenticated"  # on a stream, pyarrow gives the status without its class
@@ -129,6 +130,7 @@ class FlightChannel:
 
     def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Message:
         while True:
+            began_s = time.monotonic()
             stream = self._checkout(deadline_s)
             fresh = stream.calls == 0
             try:
@@ -137,7 +139,7 @@ class FlightChannel:
                 continue  # the program handled the signal and goes on: the call is pure, send it again
             except ConnectError:
                 # An idle stream dies with the server or a proxy; that says nothing about a new one.
-                if fresh or self._closed:
+                if fresh or self._closed or time.monotonic() - began_s > STALE_S:
                     raise
 
     def action(self, name: str, body: bytes, timeout_s: float) -> bytes:
@@ -199,8 +201,14 @@ class FlightChannel:
 
     def _options(self) -> list[tuple[str, int]]:
         # A server that is cut off or stopped sends no reset. gRPC's own limits keep pings rare: two in a row
-        # without data, or servers would take them for abuse. Only the last name decides how long a ping may take.
-        names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+        # without data, or servers would take them for abuse. It is the ping's own timeout that ends the wait for an
+        # answer, not keepalive's; the last name is how long a connection may take to be made.
+        names = (
+            "grpc.keepalive_time_ms",
+            "grpc.keepalive_timeout_ms",
+            "grpc.http2.ping_timeout_ms",
+            "grpc.min_reconnect_backoff_ms",
+        )
         return [*CHANNEL_OPTIONS, *((name, self._keepalive_ms) for name in names), *_proxy(self.url)]
 
     def _checkout(self, deadline_s: float) -> _Stream:

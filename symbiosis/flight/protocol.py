@@ -337,8 +337,7 @@ def body_of(batch: pa.RecordBatch | None) -> pa.Buffer:
     if batch is None:
         raise ProtocolError("message has no record batch; expected the schema {data: uint8}")
     if batch.schema != SCHEMA:
-        fields = ", ".join(f"{field.name}: {field.type}" for field in batch.schema)
-        raise ProtocolError(f"record batch has the schema {{{fields}}}; expected {{data: uint8}}")
+        raise ProtocolError(f"record batch has the schema {{{_fields(batch.schema)}}}; expected {{data: uint8}}")
     column = batch.column(0)
     # Arrow takes lengths as the peer wrote them: nothing is counted or read before they are checked.
     validity, data = column.buffers()
@@ -348,6 +347,13 @@ def body_of(batch: pa.RecordBatch | None) -> pa.Buffer:
     if column.offset + len(column) > held_bytes:
         raise ProtocolError(f"record batch says {len(column):,} bytes and holds {held_bytes:,}")
     return data.slice(column.offset, len(column)) if data is not None else pa.py_buffer(b"")
+
+
+def _fields(schema: pa.Schema) -> str:
+    try:
+        return ", ".join(f"{field.name}: {field.type}" for field in schema)
+    except UnicodeDecodeError:  # Arrow takes names as the peer wrote them, too
+        return f"{len(schema)} fields whose names are not UTF-8"
 
 
 def decode_body(batch: pa.RecordBatch | None, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:

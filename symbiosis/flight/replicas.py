@@ -203,7 +203,7 @@ class Replicas:
             if all(other.failures for other in self._replicas):
                 wait_s = max(0.0, min(other.free_s for other in self._replicas) - now_s)
         if replica.failures == 1:
-            logger.warning("%s [%s]; what was under way is tried again", error, error.code)
+            logger.warning("%s [%s]", error, error.code)
         return wait_s
 
     def _on_success(self, replica: Replica) -> None:

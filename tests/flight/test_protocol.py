@@ -562,6 +562,13 @@ def test_a_batch_without_columns_is_refused() -> None:
         protocol.body_of(pa.RecordBatch.from_arrays([], schema=pa.schema([])))
 
 
+def test_names_that_are_not_utf_8_are_refused_like_any_other() -> None:
+    schema = pa.schema([pa.field(b"d\xf4t", pa.uint8())])  # found by flipping bits on the way
+
+    with pytest.raises(ProtocolError, match="names are not UTF-8"):
+        protocol.body_of(pa.RecordBatch.from_arrays([pa.array([1], pa.uint8())], schema=schema))
+
+
 def test_a_batch_with_nulls_is_refused() -> None:
     with pytest.raises(ProtocolError, match="nulls"):
         protocol.body_of(pa.record_batch({"data": column(1, None, 3)}))
