@@ -111,6 +111,23 @@ class Caller:
         sent = [self._exchange("segment", (), part, expected, tuple(steps), tuple(outputs)) for part in parts]
         return sent[0] if len(sent) == 1 else [torch.cat(column) for column in zip(*sent, strict=True)]
 
+    def effect(self, op: str, modules: Sequence[str], seed: bytes, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """What an operation gives for the mask [rows, d] that the server draws from a seed; [rows, d'].
+
+        Raises:
+            MessageTooLargeError: more rows than `rows_at_once` allows.
+        """
+        return self._send(op, modules, [self._mask(op, modules, rows, dtype)], seed)
+
+    def rows_at_once(self, op: str, modules: Sequence[str], dtype: torch.dtype) -> int:
+        """How many rows of a mask and of its effect fit in a message."""
+        return self._tokens_per_message(op, modules, [self._mask(op, modules, 0, dtype)])
+
+    def _mask(self, op: str, modules: Sequence[str], rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """What the server draws, without values."""
+        width = self._info(modules[0]).d_in if op == "forward" else sum(self._info(name).d_out for name in modules)
+        return torch.empty(rows, width, dtype=dtype, device="meta")
+
     def weight_norms(self, module: str) -> Norms:
         """Norms of the columns [d_in] and of the rows [d_out] of a linear's weight, float32, on the CPU."""
         if self._weight_norms is None:
@@ -149,10 +166,12 @@ class Caller:
             raise UnknownModuleError(f"the server does not serve {name!r}; connection.manifest.modules lists the names")
         return info
 
-    def _send(self, op: str, modules: Sequence[str], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _send(
+        self, op: str, modules: Sequence[str], tensors: Sequence[torch.Tensor], seed: bytes | None = None
+    ) -> torch.Tensor:
         infos = [self._info(name) for name in modules]
         width = infos[0].d_in if op == "grad_input" else sum(info.d_out for info in infos)
-        return self._exchange(op, modules, tensors, [width])[0]
+        return self._exchange(op, modules, tensors, [width], seed=seed)[0]
 
     def _exchange(
         self,
@@ -162,20 +181,22 @@ class Caller:
         widths: list[int],
         steps: tuple[Step, ...] = (),
         outputs: tuple[int, ...] = (),
+        seed: bytes | None = None,
     ) -> list[torch.Tensor]:
-        """One message and its answer: tensors [N, d] for each of the widths."""
+        """One message and its answer: tensors [N, d] for each of the widths. With a seed, the server draws them."""
         started_s = time.perf_counter()
         deadline_s = time.monotonic() + self._timeout_s
         # Kept until the reply: the batch is a window onto this memory.
-        inputs = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
+        inputs = [tensor.detach().to("cpu").contiguous() for tensor in tensors] if seed is None else []
         request = Request(
             id=next(self._ids),
             op=op,  # type: ignore[arg-type]
             modules=list(modules),
-            tensors=[protocol.spec_of(tensor) for tensor in inputs],
+            tensors=[protocol.spec_of(tensor) for tensor in tensors],
             deadline_ms=1,
             steps=steps,
             outputs=outputs,
+            seed=seed,
         )
         body = protocol.encode_body(inputs)
         sent_s = time.perf_counter()
@@ -184,13 +205,14 @@ class Caller:
             lambda channel: self._try(channel, request, body, widths, deadline_s, tries), deadline_s
         )
         last = tries[-1]
-        results = [result.to(tensors[0].device) for result in results]
+        if seed is None:
+            results = [result.to(tensors[0].device) for result in results]
         ended_s = time.perf_counter()
         self._bus.emit(
             CallEvent(
                 op=op,
                 modules=tuple(modules) or tuple(name for step in steps for name in step.modules),
-                tokens=inputs[0].shape[0],
+                tokens=tensors[0].shape[0],
                 bytes_out=body.nbytes + last.bytes_out,
                 bytes_in=sum(result.nbytes for result in results) + last.bytes_in,
                 started_s=started_s,

@@ -22,7 +22,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -32,6 +32,7 @@ from pydantic import (
     SecretStr,
     TypeAdapter,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -288,6 +289,54 @@ class ClientOptions(Options):
         if self.tls_ca and self.tls_fingerprint:
             raise ValueError("tls_ca trusts all certificates of a CA, tls_fingerprint only one; give one of them")
         return self
+
+
+class PrivacyOptions(Options):
+    """Base of what `connect(privacy=...)` takes. Given in the program only: its environment may be somebody else's."""
+
+    env_prefix: ClassVar[str] = ClientOptions.env_prefix
+
+
+class Masking(PrivacyOptions):
+    """Hide activations and gradients from the server under masks that a second server takes off (docs/security.md).
+
+    The dealer is any other server of the same base whose host does not work together with the first one's.
+    """
+
+    dealer: Any = Field(
+        default=None,
+        description="URL of the second server, or a Connection to it; not set = the same server: weak, for comparison.",
+    )
+    precision: Literal["double", "single"] = Field(
+        default="double",
+        description="Of masked traffic and its products; single = half the bytes, for much weaker masks.",
+    )
+    strength: float | None = Field(
+        default=None,
+        ge=1.0,
+        le=65536.0,
+        description="Standard deviation of a mask's elements over the norm of the longest ordinary row; "
+        "not set = 256 in double precision, 4 in single.",
+    )
+    row_budget: float = Field(
+        default=0.25,
+        gt=0,
+        description="Largest sum of exposures, (norm / standard deviation)², of one row that is sent again and again.",
+    )
+    remember_bytes: Bytes = Field(
+        default=256 * 2**20, ge=0, description="Memory for answers to rows that come again, which are not sent again."
+    )
+    pool_bytes: Bytes = Field(default=256 * 2**20, ge=0, description="Memory for masks that are dealt ahead of time.")
+    when_empty: Literal["wait", "raise"] = Field(
+        default="wait", description="What a call does while there are too few masks; it is never sent without."
+    )
+
+    @field_validator("dealer")
+    @classmethod
+    def _check_dealer(cls, value: object) -> object:
+        if value is None or isinstance(value, str) or hasattr(value, "manifest"):
+            return value
+        raise ValueError("expected a URL, such as grpc://HOST:PORT, or what symbiosis.connect returns")
 
 
 def load_client_options(explicit: Mapping[str, object], *, environ: Mapping[str, str] | None = None) -> ClientOptions:

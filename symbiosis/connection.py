@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,7 @@ from tqdm.auto import tqdm
 from symbiosis import provenance, skeleton, wrapping
 from symbiosis.adapters import base_of
 from symbiosis.caller import Caller
-from symbiosis.config import ClientOptions, load_client_options
+from symbiosis.config import ClientOptions, Masking, PrivacyOptions, load_client_options
 from symbiosis.errors import (
     ConfigError,
     ConnectError,
@@ -41,6 +42,8 @@ from symbiosis.flight.protocol import Manifest
 from symbiosis.flight.replicas import Replicas
 from symbiosis.flight.tls import Tls
 from symbiosis.plan import Granularity, Place, Plan
+from symbiosis.privacy.dealer import Pool
+from symbiosis.privacy.masking import GRIDS, WHAT_WEAK_DOES_NOT_STOP, MaskedRemote, check_dealer, refuse_unmaskable
 from symbiosis.tables import html_table
 from symbiosis.telemetry import EventBus, Recorder, Stats
 
@@ -66,6 +69,7 @@ def connect(
     tls_hostname: str | None = None,
     tls_client_cert: str | Path | None = None,
     tls_client_key: str | Path | None = None,
+    privacy: PrivacyOptions | None = None,
 ) -> Connection:
     """Connect to a base-model server and agree on the model.
 
@@ -80,14 +84,16 @@ def connect(
         tls_ca, tls_fingerprint: whom to trust: all certificates of a CA (PEM file), or the one with this SHA-256.
         tls_hostname: the name to expect in the certificate, if it is not the URL's.
         tls_client_cert, tls_client_key: what to show to a server that asks for it (mTLS).
+        privacy: a `symbiosis.privacy.Masking`, to hide activations and gradients from the server's host.
 
     Raises:
-        ConfigError: a bad URL or option.
+        ConfigError: a bad URL or option, or a dealer that is the server itself.
         ConnectError: nothing answers there.
         AuthError: the token is missing or not good.
         TlsError: the server is not the one to trust, or one end does not speak TLS.
         ProtocolVersionError: the server speaks another version.
-        ModelMismatchError: two of the servers hold different models.
+        ModelMismatchError: two of the servers, or the dealer, hold different models.
+        UnsupportedMethodError: a base that cannot be masked.
     """
     token = SecretStr(token) if isinstance(token, str) else token  # hidden from tracebacks that show locals
     explicit = {
@@ -113,7 +119,7 @@ def connect(
         raise ConfigError("no URL given; expected grpc://HOST:PORT, or a list of them")
     replicas = Replicas([_channel(url, options) for url in urls], options.retry_s)
     try:
-        return Connection(replicas, options)
+        return Connection(replicas, options, privacy)
     except BaseException:
         replicas.close()
         raise
@@ -132,11 +138,13 @@ class Connection:
     Attributes:
         url: where the server is, or the servers are.
         manifest: what is served.
+        instances: the ids of the server processes that answered.
         bus: telemetry of every call; subscribe to follow along.
         plan: what runs where in the model wrapped last, or None.
+        privacy: the masks of this connection, or None; `privacy.stats()` says how they are doing.
     """
 
-    def __init__(self, replicas: Replicas, options: ClientOptions) -> None:
+    def __init__(self, replicas: Replicas, options: ClientOptions, privacy: PrivacyOptions | None = None) -> None:
         self.url = ", ".join(replicas.urls)
         self.options = options
         self.bus = EventBus()
@@ -156,6 +164,8 @@ class Connection:
             options.request_timeout_s,
             self._weight_norms,
         )
+        self._dealer: Connection | None = None  # opened by us, so closed by us
+        self.privacy = self._masked(privacy)
 
     # --- models -----------------------------------------------------------------------------------
 
@@ -189,16 +199,19 @@ class Connection:
             ModelMismatchError: it is not the server's model; nothing was changed.
             UnsupportedMethodError: an adapter that needs base weights; nothing was changed.
         """
+        if self.privacy is not None:
+            refuse_unmaskable(self.privacy.options, self.manifest, model, granularity)
+            granularity = "linear"
         self.plan = wrapping.wrap(
             model,
             self.manifest,
-            self._caller,
+            self.privacy or self._caller,
             granularity=granularity,
             lm_head=lm_head or self.options.lm_head,
             local=local,
             keep_weights=keep_weights,
             verify=verify,
-            reveals=self.options.reveal_adapter,
+            reveals=self.options.reveal_adapter or (self.privacy is not None and self.privacy.hides_adapters),
         )
         self._fill(base_of(model))
         provenance.tag(model, self.manifest)
@@ -306,6 +319,10 @@ class Connection:
     def close(self) -> None:
         """End all streams. Wrapped models stay as they are; their next call raises ClosedError."""
         self._closed = True
+        if self.privacy is not None:
+            self.privacy.close()
+        if self._dealer is not None:
+            self._dealer.close()
         self._replicas.close()
 
     def __enter__(self) -> Connection:
@@ -336,8 +353,34 @@ class Connection:
             ("model", f"{self.manifest.model} ({self.manifest.architecture}, {self.manifest.dtype})"),
             ("modules", f"{len(self.manifest.modules)}, {self.manifest.base_bytes / 1e6:,.0f} MB held there"),
             *self.stats().rows(),
+            *(self.privacy.stats().rows() if self.privacy is not None else ()),
         ]
         return html_table(rows)
+
+    def _masked(self, privacy: PrivacyOptions | None) -> MaskedRemote | None:
+        if privacy is None:
+            return None
+        if not isinstance(privacy, Masking):
+            raise ConfigError(f"privacy={privacy!r}; expected symbiosis.privacy.Masking(...)")
+        refuse_unmaskable(privacy, self.manifest)
+        source = self._caller if privacy.dealer is None else self._dealer_of(privacy)._caller
+        if privacy.dealer is None:
+            warnings.warn(WHAT_WEAK_DOES_NOT_STOP, UserWarning, stacklevel=4)
+        timeout_s, grid = self.options.request_timeout_s, GRIDS[privacy.precision]
+        pool = Pool(source, grid, privacy.pool_bytes, timeout_s, privacy.when_empty)
+        return MaskedRemote(self._caller, {info.name: info for info in self.manifest.modules}, pool, privacy)
+
+    def _dealer_of(self, privacy: Masking) -> Connection:
+        dealer: Any = privacy.dealer
+        if isinstance(dealer, str):
+            dealer = self._dealer = connect(dealer, request_timeout_s=self.options.request_timeout_s)
+        try:
+            check_dealer(self, dealer)
+        except BaseException:
+            if self._dealer is not None:
+                self._dealer.close()
+            raise
+        return dealer  # type: ignore[no-any-return]
 
     def _check_wrapped(self, model: nn.Module) -> None:
         if wrapping.plan_of(model) is None:
@@ -357,6 +400,7 @@ class Connection:
                     f"{url} holds {first.model} with fingerprint {first.fingerprint[:12]}, {other_url} {other.model} "
                     f"with {other.fingerprint[:12]}; connect only to servers of one model"
                 )
+        self.instances = frozenset(manifest.instance for manifest in manifests.values())
         limit_bytes = min(manifest.max_message_bytes for manifest in manifests.values())
         return msgspec.structs.replace(first, max_message_bytes=limit_bytes)
 

@@ -19,6 +19,9 @@
     ├── RemoteComputeError        (RuntimeError)         the server failed while computing
     │   └── RemoteOutOfMemoryError (MemoryError)     [r] the server's device ran out of memory
     ├── UnsupportedMethodError    (NotImplementedError)  needs base weights, which stay on the server
+    ├── MasksExhaustedError       (RuntimeError)     [r] no masks are left, and nothing goes out unmasked
+    ├── PrivacyBudgetError        (RuntimeError)         sending this again would show more than was allowed
+    ├── WrongReplyError           (RuntimeError)         a reply is not what the base's weights give
     └── ClosedError               (RuntimeError)         the connection was closed by its owner
 
 [r] marks `retryable`: the call is a pure function of its request, so sending it again is safe.
@@ -167,6 +170,25 @@ class UnsupportedMethodError(SymbiosisError, NotImplementedError):
     """The operation needs the values of base weights, which never leave the server."""
 
     code = "UNSUPPORTED_METHOD"
+
+
+class MasksExhaustedError(SymbiosisError, RuntimeError):
+    """The pool holds too few masks for a call; it was not sent."""
+
+    code = "MASKS_EXHAUSTED"
+    retryable = True
+
+
+class PrivacyBudgetError(SymbiosisError, RuntimeError):
+    """What was to be sent would show more than the budget allows; it was not sent."""
+
+    code = "PRIVACY_BUDGET"
+
+
+class WrongReplyError(SymbiosisError, RuntimeError):
+    """A server's reply failed its check: it is not what the base's weights give."""
+
+    code = "WRONG_REPLY"
 
 
 class ClosedError(SymbiosisError, RuntimeError):

@@ -35,6 +35,9 @@ TREE: dict[type[SymbiosisError], tuple[str, type[BaseException], bool]] = {
     errors.RemoteComputeError: ("REMOTE_COMPUTE", RuntimeError, False),
     errors.RemoteOutOfMemoryError: ("REMOTE_OUT_OF_MEMORY", MemoryError, True),
     errors.UnsupportedMethodError: ("UNSUPPORTED_METHOD", NotImplementedError, False),
+    errors.MasksExhaustedError: ("MASKS_EXHAUSTED", RuntimeError, True),
+    errors.PrivacyBudgetError: ("PRIVACY_BUDGET", RuntimeError, False),
+    errors.WrongReplyError: ("WRONG_REPLY", RuntimeError, False),
     errors.ClosedError: ("CLOSED", RuntimeError, False),
 }
 CLASSES = pytest.mark.parametrize("cls", TREE, ids=lambda cls: cls.__name__)

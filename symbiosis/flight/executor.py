@@ -131,7 +131,8 @@ class Executor:
         return [self._base.run(key.op, key.modules, inputs)]
 
     def _load(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=self._base.device, dtype=self._base.dtype)
+        dtype = torch.float64 if tensor.dtype == torch.float64 else self._base.dtype
+        return tensor.to(device=self._base.device, dtype=dtype)
 
     @staticmethod
     def _in_time(task: Task, now_s: float) -> bool:

@@ -30,23 +30,24 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def forward(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[N, d_in] @ each [d_out, d_in]ᵀ -> [N, sum d_out]"""
+    """[N, d_in] @ each [d_out, d_in]ᵀ -> [N, sum d_out], in the dtype of x, which may be wider than the weights'"""
     wide = x.shape[0] > FEW_TOKENS and not multiplies_natively(x.dtype, x.device)
     inputs = x.float() if wide else x
     widths = [weight.shape[0] for weight in weights]
     y = inputs.new_empty(x.shape[0], sum(widths))
     for weight, part in zip(weights, y.split(widths, dim=1), strict=True):
-        torch.mm(inputs, (weight.float() if wide else weight).t(), out=part)
+        torch.mm(inputs, weight.to(inputs.dtype).t(), out=part)
     return y.to(x.dtype)
 
 
 def grad_input(grad_output: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """[N, sum d_out], split by weight, each @ [d_out, d_in] -> summed [N, d_in]"""
     wide = not multiplies_natively(grad_output.dtype, grad_output.device)
-    parts = (grad_output.float() if wide else grad_output).split([weight.shape[0] for weight in weights], dim=1)
-    total: torch.Tensor = parts[0] @ (weights[0].float() if wide else weights[0])
+    inputs = grad_output.float() if wide else grad_output
+    parts = inputs.split([weight.shape[0] for weight in weights], dim=1)
+    total: torch.Tensor = parts[0] @ weights[0].to(inputs.dtype)
     for part, weight in zip(parts[1:], weights[1:], strict=True):
-        total.addmm_(part, weight.float() if wide else weight)
+        total.addmm_(part, weight.to(inputs.dtype))
     return total.to(grad_output.dtype)
 
 

@@ -30,10 +30,14 @@ DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 MAX_DEADLINE_MS = 3_600_000
 CHUNK_BYTES = 4 << 20
 ALIGNMENT_BYTES = 64
+SEED_BYTES = 32
 
 SCHEMA = pa.schema([("data", pa.uint8())])
 DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in DTYPES.items()}
+# Calls of linears may also be in double precision, as masks ask for (section 9).
+CALL_DTYPES: dict[str, torch.dtype] = {**DTYPES, "F64": torch.float64}
+CALL_TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in CALL_DTYPES.items()}
 # Parameters and buffers of a model may also be integers or wider floats; calls never are.
 STORED_DTYPES: dict[str, torch.dtype] = {
     **DTYPES,
@@ -63,12 +67,12 @@ class Header(Struct, frozen=True, tag_field="type", tag=str.lower, forbid_unknow
 class TensorSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Dtype tag and shape of one tensor in a body."""
 
-    dtype: Literal["F32", "F16", "BF16"]
+    dtype: Literal["F32", "F16", "BF16", "F64"]
     shape: Shape
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * CALL_DTYPES[self.dtype].itemsize
 
 
 Tensors = Annotated[list[TensorSpec], Meta(max_length=MAX_TENSORS)]
@@ -92,7 +96,7 @@ class Step(Struct, frozen=True, array_like=True):
 
 
 class Request(Header, frozen=True, tag="request"):
-    """One call: an op on one or more modules that share their input."""
+    """One call: an op on one or more modules that share their input. With a `seed`, its tensor is drawn, not sent."""
 
     id: CallId
     op: Op
@@ -101,6 +105,7 @@ class Request(Header, frozen=True, tag="request"):
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)]
     steps: Annotated[tuple[Step, ...], Meta(max_length=MAX_STEPS)] = ()
     outputs: Annotated[tuple[int, ...], Meta(max_length=MAX_TENSORS)] = ()
+    seed: Annotated[bytes, Meta(min_length=SEED_BYTES, max_length=SEED_BYTES)] | None = None
 
 
 class Reply(Header, frozen=True, tag="reply"):
@@ -171,6 +176,7 @@ class Manifest(Header, frozen=True, tag="manifest"):
     parameters: list[ParameterInfo]
     files: list[str]
     base_bytes: int
+    instance: str = ""
 
 
 class Health(Header, frozen=True, tag="health"):
@@ -281,10 +287,10 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     Raises:
         InvalidInputError: a dtype that has no tag on the wire.
     """
-    tag = TAGS.get(tensor.dtype)
+    tag = CALL_TAGS.get(tensor.dtype)
     if tag is None:
         raise InvalidInputError(
-            f"tensor of dtype {tensor.dtype} cannot be sent; expected one of {', '.join(map(str, TAGS))}. "
+            f"tensor of dtype {tensor.dtype} cannot be sent; expected one of {', '.join(map(str, CALL_TAGS))}. "
             "Cast it, e.g. with .to(model.dtype), before it reaches a remote layer"
         )
     return TensorSpec(tag, list(tensor.shape))  # type: ignore[arg-type]
@@ -307,6 +313,8 @@ def encode_body(tensors: Sequence[torch.Tensor]) -> pa.RecordBatch:
     """
     if len(tensors) == 1:
         return batch_of(buffer_of(tensors[0]))
+    if not tensors:
+        return batch_of(pa.py_buffer(b""))
     specs = [spec_of(tensor) for tensor in tensors]
     offsets, total_bytes = body_offsets(specs)
     body = torch.zeros(total_bytes, dtype=torch.uint8)
@@ -367,7 +375,7 @@ def decode_body(batch: pa.RecordBatch | None, specs: Sequence[TensorSpec]) -> li
     if buffer.size != total_bytes:
         raise ProtocolError(f"body has {buffer.size:,} bytes; its header describes {total_bytes:,}")
     return [
-        tensor_over(buffer, offset, spec.nbytes, DTYPES[spec.dtype]).view(spec.shape)
+        tensor_over(buffer, offset, spec.nbytes, CALL_DTYPES[spec.dtype]).view(spec.shape)
         for spec, offset in zip(specs, offsets, strict=True)
     ]
 

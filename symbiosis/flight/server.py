@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,7 @@ class Server:
             parameters=base.parameter_infos(),
             files=sorted(base.files()),
             base_bytes=base.base_bytes,
+            instance=uuid.uuid4().hex,
         )
 
     def _bind(self) -> Service:

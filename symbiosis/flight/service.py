@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 import pyarrow.flight as fl
+import torch
 
 from symbiosis.errors import (
     DeadlineExceededError,
+    InvalidInputError,
     MessageTooLargeError,
     ModelMismatchError,
     ProtocolError,
@@ -33,6 +35,7 @@ from symbiosis.flight.executor import Result
 from symbiosis.flight.ledger import Ledger, Party
 from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request, TensorSpec, Ticket
 from symbiosis.flight.scheduler import Key, Scheduler, Task
+from symbiosis.privacy.draws import DOUBLE, SINGLE, draw
 
 if TYPE_CHECKING:
     from symbiosis.privacy.certificates import Identity
@@ -183,11 +186,11 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         if any(spec.dtype != specs[0].dtype for spec in specs) or any(len(shape) != 2 for shape in shapes):
             raise ProtocolError(f"tensors {specs} of one request must all have one dtype and two dimensions")
         self._check_size(specs, self._check(request, shapes))
-        tensors = protocol.decode_body(batch, specs)
+        tensors = protocol.decode_body(batch, specs) if request.seed is None else self._drawn(request, batch)
         return Task(
             key=Key(request.op, tuple(request.modules), specs[0].dtype, request.steps, request.outputs),
             tokens=shapes[0][0],
-            nbytes=batch.nbytes,
+            nbytes=sum(tensor.nbytes for tensor in tensors),
             tensors=tensors,
             client=party.name,
             tenant=party.tenant,
@@ -195,16 +198,32 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             deadline_s=received_s + request.deadline_ms / 1e3,
         )
 
+    def _drawn(self, request: Request, batch: Any) -> list[torch.Tensor]:
+        """The mask that a request asks for instead of bringing a tensor (docs/protocol.md section 9)."""
+        dtypes = [spec.dtype for spec in request.tensors]
+        if protocol.body_of(batch).size or dtypes not in (["F32"], ["F64"]) or request.steps:
+            raise ProtocolError("a request with a seed has an empty body, one tensor of F32 or F64 and no steps")
+        if any(name not in self._base.linears for name in request.modules):
+            raise InvalidInputError("masks are for linears only")
+        assert request.seed is not None
+        grid = SINGLE if dtypes == ["F32"] else DOUBLE
+        rows, width = request.tensors[0].shape
+        return [draw(request.seed, rows, width, grid)]
+
     def _check(self, request: Request, shapes: list[list[int]]) -> int:
         """Check a request against the model; the width of its reply."""
         if request.op == "segment":
+            if request.tensors[0].dtype == "F64":
+                raise InvalidInputError("F64 is for linears only")
             return segment.check(self._base, request.steps, request.outputs, shapes)
         if request.steps or request.outputs or not request.modules:
             raise ProtocolError(f"{request.op} takes modules, and neither steps nor outputs")
+        if request.tensors[0].dtype == "F64" and any(name not in self._base.linears for name in request.modules):
+            raise InvalidInputError("F64 is for linears only")
         return self._base.check(request.op, request.modules, shapes)[1]
 
     def _check_size(self, specs: list[TensorSpec], width: int) -> None:
-        tokens, itemsize = specs[0].shape[0], protocol.DTYPES[specs[0].dtype].itemsize
+        tokens, itemsize = specs[0].shape[0], protocol.CALL_DTYPES[specs[0].dtype].itemsize
         request_bytes, reply_bytes = protocol.body_offsets(specs)[1], tokens * width * itemsize
         if max(request_bytes, reply_bytes) > self._max_message_bytes:
             token_bytes = max(sum(spec.shape[1] for spec in specs), width) * itemsize

@@ -1,1 +1,22 @@
 """Masking, certificates, DP-SGD and the attacks that measure them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from symbiosis.config import Masking
+
+__all__ = ["Masking"]
+
+# Looked up on first use: what a server needs of this package must not load what DP-SGD needs.
+_HOME: Final = {"Masking": "symbiosis.config"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -123,6 +123,49 @@ FRAMES = {
     ),
     "open_in_the_stream": Attack("an open, twice", "PROTOCOL", {"type": "open", "protocol": 1}, EMPTY, "", 0),
     "unknown_field": Attack("a field of the future", "PROTOCOL", request(shard=1), body(), "shard"),
+    # --- seeds
+    "seed_of_31_bytes": Attack("a seed that is too short", "PROTOCOL", request(seed=bytes(31)), EMPTY, "seed"),
+    "seed_as_text": Attack("a seed that is text", "PROTOCOL", request(seed="s" * 32), EMPTY, "seed"),
+    "seed_and_tensor": Attack(
+        "a mask, and a tensor in its place", "PROTOCOL", request(seed=bytes(32)), body(), "has an empty body"
+    ),
+    "seed_of_bfloat16": Attack(
+        "a mask of another dtype",
+        "PROTOCOL",
+        request(seed=bytes(32), tensors=[{"dtype": "BF16", "shape": [2, D_IN]}]),
+        EMPTY,
+        "one tensor of F32 or F64",
+    ),
+    "seed_of_a_block": Attack(
+        "a mask for what is not linear",
+        "INVALID_INPUT",
+        request(seed=bytes(32), modules=["model.layers.0.mlp"]),
+        EMPTY,
+        "masks are for linears",
+    ),
+    "double_of_a_block": Attack(
+        "double precision where it is not offered",
+        "INVALID_INPUT",
+        request(tensors=[tensor("F64", 2, D_IN)], modules=[MLP]),
+        body(2 * D_IN * 8),
+        "F64 is for linears only",
+    ),
+    "double_in_a_segment": Attack(
+        "the same in a segment",
+        "INVALID_INPUT",
+        request(
+            op="segment", modules=[], tensors=[tensor("F64", 2, D_IN)], steps=[["scale", [], [0], 2.0]], outputs=[1]
+        ),
+        body(2 * D_IN * 8),
+        "F64 is for linears only",
+    ),
+    "seed_of_4_billion_rows": Attack(
+        "a mask that fills the memory",
+        "MESSAGE_TOO_LARGE",
+        request(seed=bytes(32), tensors=[{"dtype": "F32", "shape": [2**31 - 1, D_IN]}]),
+        EMPTY,
+        "send at most",
+    ),
     # --- id, op, deadline
     "id_0": Attack("id of nobody", "PROTOCOL", request(id=0), body(), "id", 0),
     "id_negative": Attack("id below zero", "PROTOCOL", request(id=-4), body(), "id", 0),
