@@ -24,6 +24,8 @@ _HOME: Final = {
     "Connection": "symbiosis.connection",
     "connect": "symbiosis.connection",
     "serve": "symbiosis.flight.server",
+    "load_ipython_extension": "symbiosis.notebook.magics",  # what %load_ext looks for, and %unload_ext
+    "unload_ipython_extension": "symbiosis.notebook.magics",
 }
 
 

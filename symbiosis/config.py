@@ -224,6 +224,7 @@ class ClientOptions(Options):
 
     env_prefix: ClassVar[str] = ENV_PREFIX + "CLIENT_"
 
+    url: str | None = Field(default=None, description="The server, where connect() is not given one.")
     request_timeout_s: float = Field(
         default=120.0, gt=0, le=MAX_REQUEST_TIMEOUT_S, description="Longest wait for the reply to a call."
     )

@@ -10,12 +10,13 @@ import dataclasses
 import logging
 import os
 import platform
+import time
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -45,14 +46,17 @@ from symbiosis.plan import Granularity, Place, Plan
 from symbiosis.privacy.dealer import Pool
 from symbiosis.privacy.masking import GRIDS, WHAT_WEAK_DOES_NOT_STOP, MaskedRemote, check_dealer, refuse_unmaskable
 from symbiosis.tables import html_table
-from symbiosis.telemetry import EventBus, Recorder, Stats
+from symbiosis.telemetry import EventBus, Recorder, Stats, StepEvent
+
+if TYPE_CHECKING:
+    from symbiosis.notebook.dashboard import Dashboard
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
 
 
 def connect(
-    url: str | Sequence[str],
+    url: str | Sequence[str] | None = None,
     *,
     token: str | SecretStr | None = None,
     token_file: str | Path | None = None,
@@ -75,7 +79,8 @@ def connect(
 
     Args:
         url: `grpc+tls://HOST:PORT` or `grpc://HOST:PORT`, as the server prints it; or several of them, of servers that
-            hold the same model: calls go to the one with the fewest clients, and to another when it fails.
+            hold the same model: calls go to the one with the fewest clients, and to another when it fails. None is
+            what SYMBIOSIS_CLIENT_URL says.
         token, token_file: the token that the operator gave you, or the file it is in. What is written in a notebook is
             saved with it: prefer SYMBIOSIS_CLIENT_TOKEN, a file, or `getpass.getpass()`.
         request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, retry_s, keepalive_s, lm_head,
@@ -114,9 +119,11 @@ def connect(
         "tls_client_key": tls_client_key,
     }
     options = load_client_options(explicit)
+    if url is None:
+        url = [word.strip() for word in options.url.split(",")] if options.url else []
     urls = dict.fromkeys([url] if isinstance(url, str) else url)
     if not urls:
-        raise ConfigError("no URL given; expected grpc://HOST:PORT, or a list of them")
+        raise ConfigError("no URL given; expected grpc://HOST:PORT, or a list of them, here or in SYMBIOSIS_CLIENT_URL")
     replicas = Replicas([_channel(url, options) for url in urls], options.retry_s)
     try:
         return Connection(replicas, options, privacy)
@@ -153,6 +160,8 @@ class Connection:
         self._recorder = Recorder()
         self.bus.subscribe(self._recorder.record)
         self._closed = False
+        self._dashboard: Dashboard | None = None
+        self._steps = 0  # that `track` was told of
         self._files: dict[str, bytes] | None = None
         self.manifest = self._hello()
         replicas.open(self._open_header(), self.manifest.fingerprint)
@@ -306,10 +315,41 @@ class Connection:
         """Calls, tokens, bytes and where the time went, since connect. Subtract two to get what lies between."""
         return dataclasses.replace(self._recorder.stats(), servers=self._replicas.states())
 
-    def server_stats(self) -> protocol.ServerStats:
-        """The server's own counters, over all its clients."""
-        stats: protocol.ServerStats = self._action("stats", b"", protocol.ServerStats)
+    def server_stats(self, *, timeout_s: float | None = None) -> protocol.ServerStats:
+        """The server's own counters, over all its clients; waits for `timeout_s`, or as long as `connect` does."""
+        stats: protocol.ServerStats = self._action("stats", b"", protocol.ServerStats, timeout_s)
         return stats
+
+    def dashboard(self) -> Dashboard:
+        """These numbers live, in a notebook: make it the last line of a cell. The same object until it is closed."""
+        from symbiosis.notebook.dashboard import Dashboard  # only who looks pays for the charts
+
+        if self._dashboard is None or self._dashboard.closed:
+            self._dashboard = Dashboard(self)
+        return self._dashboard
+
+    def track(
+        self,
+        loss: Any,
+        *,
+        step: int | None = None,
+        steps: int | None = None,
+        learning_rate: float | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """Tell the dashboard, and whoever else subscribed to `bus`, that a training step has ended.
+
+        Args:
+            loss: a number, or a tensor of one element.
+            step: counted from 1; None is the one after the last, and 1 after the last of `steps`.
+            steps: how many there will be, which gives the time that is left.
+            learning_rate: of this step.
+            tokens: in this step's batch.
+        """
+        over = steps is not None and self._steps >= steps
+        self._steps = step if step is not None else 1 if over else self._steps + 1
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self.bus.emit(StepEvent(self._steps, value, time.perf_counter(), learning_rate, tokens, steps))
 
     def health(self) -> protocol.Health:
         """Whether the server computes: it runs a real GEMM before it answers."""
@@ -319,11 +359,17 @@ class Connection:
     def close(self) -> None:
         """End all streams. Wrapped models stay as they are; their next call raises ClosedError."""
         self._closed = True
+        if self._dashboard is not None:
+            self._dashboard.close()
         if self.privacy is not None:
             self.privacy.close()
         if self._dealer is not None:
             self._dealer.close()
         self._replicas.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def __enter__(self) -> Connection:
         return self
@@ -332,6 +378,9 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __copy__(self) -> Connection:
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Connection:
         return self
@@ -424,12 +473,12 @@ class Connection:
     def _channel(self) -> Channel:
         return self._replicas.home
 
-    def _action(self, name: str, body: bytes, kind: Any) -> Any:
-        return self._act(self._channel, name, body, kind)
+    def _action(self, name: str, body: bytes, kind: Any, timeout_s: float | None = None) -> Any:
+        return self._act(self._channel, name, body, kind, timeout_s)
 
-    def _act(self, channel: Channel, name: str, body: bytes, kind: Any) -> Any:
+    def _act(self, channel: Channel, name: str, body: bytes, kind: Any, timeout_s: float | None = None) -> Any:
         answer = protocol.decode_header(
-            channel.action(name, body, self.options.connect_timeout_s), kind | protocol.Error
+            channel.action(name, body, timeout_s or self.options.connect_timeout_s), kind | protocol.Error
         )
         if isinstance(answer, protocol.Error):
             raise from_wire(answer.code, answer.message)

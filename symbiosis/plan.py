@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from symbiosis.flight.protocol import ModuleInfo
 from symbiosis.sharing import SharedInputs
@@ -33,7 +33,7 @@ class Entry:
         return self.info.name if self.info else self.name
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """What runs where. `shared.groups` (who shares calls) is learnt in the first forward pass."""
 
@@ -65,6 +65,14 @@ class Plan:
         if shares:
             lines.append("one call each: " + ", ".join(shares))
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan: {len(self.remote)} modules remote, {self.parameters_remote:,} parameters; {len(self.local)} local>"
+        )
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # what IPython shows of it
 
     def _repr_html_(self) -> str:
         return html_table(self.rows(), head=("where", "module", "count", "why"))

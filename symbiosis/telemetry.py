@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 from symbiosis.tables import html_table
 
@@ -48,20 +49,38 @@ class CallEvent:
         return max(0.0, self.elapsed_s - self.serialise_s - self.queue_s - self.compute_s - self.retry_s)
 
 
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """One step of a training loop, as `Connection.track` was told of it; what it was not told is None.
+
+    `step` counts from 1; `tokens` are those of this step's batch.
+    """
+
+    step: int
+    loss: float
+    ended_s: float
+    learning_rate: float | None = None
+    tokens: int | None = None
+    steps: int | None = None
+
+
+Event = CallEvent | StepEvent
+
+
 class EventBus:
     """Hands each event to every subscriber, in the thread that emits it."""
 
     def __init__(self) -> None:
-        self._subscribers: tuple[Callable[[CallEvent], None], ...] = ()
+        self._subscribers: tuple[Callable[[Event], None], ...] = ()
         self._lock = threading.Lock()
 
-    def subscribe(self, handler: Callable[[CallEvent], None]) -> Callable[[], None]:
+    def subscribe(self, handler: Callable[[Event], None]) -> Callable[[], None]:
         """Add a handler; the returned function removes it again."""
         with self._lock:
             self._subscribers = (*self._subscribers, handler)
         return lambda: self._remove(handler)
 
-    def emit(self, event: CallEvent) -> None:
+    def emit(self, event: Event) -> None:
         for handler in self._subscribers:
             try:
                 handler(event)
@@ -69,7 +88,7 @@ class EventBus:
                 logger.warning("telemetry handler %r failed and was removed", handler, exc_info=True)
                 self._remove(handler)
 
-    def _remove(self, handler: Callable[[CallEvent], None]) -> None:
+    def _remove(self, handler: Callable[[Event], None]) -> None:
         with self._lock:
             self._subscribers = tuple(h for h in self._subscribers if h is not handler)
 
@@ -93,7 +112,8 @@ class Stats:
     """Sums over the calls since connect (or the last reset), and where the time went.
 
     `wall_s` runs from the start of the first call to the end of the last; `local_s` is the part of it
-    spent outside calls: adapters, attention, norms, loss, optimizer, data.
+    spent outside calls: adapters, attention, norms, loss, optimizer, data. `tokens` are counted in every call,
+    `model_tokens` once for each pass through the model.
     """
 
     calls: int = 0
@@ -110,6 +130,7 @@ class Stats:
     retries: int = 0
     mean_batch: float = 0.0
     servers: tuple[ServerState, ...] = ()
+    model_tokens: int = 0
 
     def __sub__(self, earlier: Stats) -> Stats:
         """The stats of the time between two snapshots: `after - before`."""
@@ -122,6 +143,10 @@ class Stats:
         mean_batch = requests / plain["calls"] if plain["calls"] else 0.0
         return Stats(**plain, mean_batch=mean_batch, servers=self.servers)
 
+    def __add__(self, other: Stats) -> Stats:
+        """The sums of both."""
+        return self - (Stats() - other)
+
     def rows(self) -> list[tuple[str, str]]:
         """(label, value) pairs, formatted for people."""
         parts = ("local", "serialise", "network", "queue", "compute", *(["retry"] if self.retries else []))
@@ -129,7 +154,7 @@ class Stats:
         uncertain = [state for state in self.servers if len(self.servers) > 1 or not state.up]
         return [
             ("calls", f"{self.calls:,}"),
-            ("tokens", f"{self.tokens:,}"),
+            ("tokens", f"{self.model_tokens:,} through the model, {self.tokens:,} in all calls"),
             ("sent", f"{self.bytes_out / 1e6:,.1f} MB"),
             ("received", f"{self.bytes_in / 1e6:,.1f} MB"),
             ("mean batch", f"{self.mean_batch:.2f} requests"),
@@ -141,6 +166,9 @@ class Stats:
 
     def __str__(self) -> str:
         return "\n".join(f"{label:<11}{value}" for label, value in self.rows())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # what IPython shows of it
 
     def _repr_html_(self) -> str:
         return html_table(self.rows())
@@ -158,9 +186,13 @@ class Recorder:
             self._calls = self._tokens = self._bytes_out = self._bytes_in = self._batch_requests = self._retries = 0
             self._serialise_s = self._network_s = self._queue_s = self._compute_s = self._busy_s = self._retry_s = 0.0
             self._first_s = self._last_s = 0.0
+            self._tokens_by_module: dict[str, int] = {}
             self._latest: deque[tuple[float, float]] = deque(maxlen=64)  # what a call that ends now may overlap
 
-    def record(self, event: CallEvent) -> None:
+    def record(self, event: Event) -> None:
+        """Add a call; other events are none of its business."""
+        if not isinstance(event, CallEvent):
+            return
         with self._lock:
             if not self._calls:
                 self._first_s = self._last_s = event.started_s
@@ -178,6 +210,9 @@ class Recorder:
             self._retries += event.retries
             self._retry_s += event.retry_s
             self._add_busy(event.started_s, event.ended_s)
+            if event.op != "grad_input" and event.modules:
+                last = event.modules[-1]  # not the first: several segments may begin with the same norm
+                self._tokens_by_module[last] = self._tokens_by_module.get(last, 0) + event.tokens
 
     def _add_busy(self, start_s: float, end_s: float) -> None:
         """Overlapping calls of several threads count once towards the time spent in calls."""
@@ -205,4 +240,6 @@ class Recorder:
                 retry_s=self._retry_s,
                 retries=self._retries,
                 mean_batch=self._batch_requests / self._calls if self._calls else 0.0,
+                # A token passes each module once: the busiest has seen them all.
+                model_tokens=max(self._tokens_by_module.values(), default=0),
             )

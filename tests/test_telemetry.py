@@ -6,7 +6,7 @@ from xml.dom import minidom
 
 import pytest
 
-from symbiosis.telemetry import CallEvent, EventBus, Recorder, Stats
+from symbiosis.telemetry import CallEvent, EventBus, Recorder, Stats, StepEvent
 
 
 def event(started_s: float = 0.0, ended_s: float = 1.0, **changes: object) -> CallEvent:
@@ -30,6 +30,29 @@ def recorded(*events: CallEvent) -> Stats:
     for one in events:
         recorder.record(one)
     return recorder.stats()
+
+
+def test_model_tokens_count_each_token_once_however_many_calls_carry_it() -> None:
+    training = [event(modules=("q", "k", "v")), event(modules=("o",)), event(modules=("o",), op="grad_input")]
+    decoding = [event(modules=("q", "k", "v"), tokens=1), event(op="segment", modules=("o", "norm", "mlp"), tokens=1)]
+
+    assert recorded(*training).model_tokens == 10
+    assert recorded(*training, *decoding).model_tokens == 11
+    assert (recorded(*training, *decoding) - recorded(*training)).model_tokens == 1
+
+
+def test_a_sum_of_stats_is_that_of_all_calls() -> None:
+    early, late = recorded(event()), recorded(event(batch_requests=3), event(batch_requests=3))
+
+    assert (early + late).calls == 3
+    assert (early + late).mean_batch == pytest.approx(7 / 3)
+
+
+def test_a_recorder_leaves_training_steps_to_others() -> None:
+    recorder = Recorder()
+    recorder.record(StepEvent(step=1, loss=0.5, ended_s=1.0))
+
+    assert recorder.stats() == Stats()
 
 
 # --- events ------------------------------------------------------------------------------------------------------

@@ -308,7 +308,7 @@ class FlightChannel:
             return explained
         reason = str(error).partition(" gRPC client debug context")[0].partition("Detail:")[0] or "the stream ended"
         return ConnectError(
-            f"no connection to {self.url}: {reason.strip()} Check that symbiosis-flight-server runs there "
+            f"no connection to {self.url}: {reason.strip().rstrip('.')}. Check that symbiosis-flight-server runs there "
             "and prints 'listening on', then repeat the call"
         )
 

@@ -1,7 +1,8 @@
 """Child processes that never outlive the command that started them.
 
-One rule: leaving the `Children` block, by whatever way, ends every child: asked first, then killed. What a child
-writes to standard error goes to a log file, and the end of that file is in the error if the child fails.
+One rule: leaving the `Children` block, by whatever way, ends every child: asked first, then killed; and if this
+process is killed itself, they end by themselves (`tethered`). What a child writes to standard error goes to a log
+file, and the end of that file is in the error if the child fails.
 """
 
 from __future__ import annotations
@@ -39,15 +40,20 @@ class Child:
         self.log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *words],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "symbiosis.integrations.tethered", *words],
+                stdin=subprocess.PIPE,  # never written to: that it is open says that we live
                 stdout=subprocess.PIPE if on_line else file,
                 stderr=file,
                 env=dict(environ),
                 text=True,
+                start_new_session=True,  # an interrupt of the kernel, or Ctrl-C in a terminal, is not meant for it
             )
         self._reader = threading.Thread(target=self._read, args=(on_line,), daemon=True)
         self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def code(self) -> int | None:
@@ -86,6 +92,8 @@ class Child:
             self._process.kill()
             self._process.wait()
         self._reader.join()
+        if self._process.stdin:
+            self._process.stdin.close()
 
     def _read(self, on_line: OnLine | None) -> None:
         if self._process.stdout and on_line:

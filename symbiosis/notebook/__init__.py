@@ -1,1 +1,1 @@
-"""Magics and widgets; the only place that imports IPython or ipywidgets."""
+"""Magics and the dashboard; the only place that imports IPython or ipywidgets."""

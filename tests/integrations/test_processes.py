@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from symbiosis.errors import ConfigError, DeadlineExceededError, SymbiosisError
@@ -36,6 +40,18 @@ def started(children: Children, name: str) -> Child:
     return child
 
 
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come to pass"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists that is not a zombie: in a container nobody may collect an orphan."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 def test_leaving_the_block_ends_every_child(children: Children) -> None:
     with children:
         both = [started(children, "sleeper"), started(children, "sleeper")]
@@ -61,6 +77,33 @@ def test_a_child_that_will_not_end_is_killed(children: Children, monkeypatch: py
     with children:
         child = started(children, "stubborn")
     assert child.code == -signal.SIGKILL
+
+
+def test_a_child_ends_when_its_parent_is_killed(children: Children, tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(
+        "import os, sys, time; from pathlib import Path; from symbiosis.integrations.processes import Children\n"
+        "child = Children(Path(sys.argv[1]), dict(os.environ)).start('grandchild', 'grandchild')\n"
+        "time.sleep(60)"
+    )
+    (tmp_path / "grandchild.py").write_text(
+        "import os, time; from pathlib import Path; Path('pid.part').write_text(str(os.getpid()))\n"
+        "os.rename('pid.part', 'pid')\n"
+        "time.sleep(60)"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    parent = subprocess.Popen([sys.executable, "-m", "parent", str(tmp_path)], cwd=tmp_path, env=environ)
+    wait_until((tmp_path / "pid").exists)
+    parent.kill()
+    parent.wait()
+    pid = int((tmp_path / "pid").read_text())
+
+    wait_until(lambda: not is_running(pid))
+
+
+def test_an_interrupt_of_our_process_group_is_not_for_the_child(children: Children) -> None:
+    with children:
+        child = started(children, "sleeper")
+        assert os.getpgid(child.pid) == child.pid  # Jupyter interrupts a kernel's whole group
 
 
 def test_sigterm_takes_the_way_of_ctrl_c(children: Children) -> None:
