@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.conformance import adapters, architectures, encoders, generation, modalities, real_models
+from tests.conformance import adapters, architectures, encoders, generation, modalities, real_models, training
 from tests.conformance.harness import (
     GRADIENT_TOLERANCE,
     OUTPUT_TOLERANCE,
@@ -23,7 +23,7 @@ from tests.conformance.harness import (
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 PACKAGES = ("transformers", "peft", "torch")
-MODULES = (architectures, encoders, modalities, real_models, adapters, generation)
+MODULES = (architectures, encoders, modalities, real_models, adapters, generation, training)
 VERDICTS = ("works", "works, part local", "refused", "not tried")
 
 INTRO = """\
@@ -31,8 +31,8 @@ INTRO = """\
 
 Each line is a test (`tests/conformance`, run by `make conformance`): a model, wrapped and adapted, against the same
 model and adapter without us, both in float32. Models are random ones of two or three layers, with large weights;
-*Real models* are what they say, and *Generation* says how it is compared. This page is written from what those tests
-declare, by `python -m tests.conformance.table`.
+*Real models* are what they say, and *Generation* and *Training* say how they are compared. This page is written from
+what those tests declare, by `python -m tests.conformance.table`.
 
 Made with {versions}. {counts}
 
