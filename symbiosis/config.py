@@ -137,6 +137,23 @@ class ServerOptions(Options):
         ge=MIN_MESSAGE_BYTES,
         description="Most bytes of waiting requests; above it new ones are refused with a retry-after.",
     )
+    max_queue_tokens: int = Field(
+        default=2**20, ge=1, description="Most tokens of waiting requests; above it new ones are refused as well."
+    )
+    max_streams_per_client: int = Field(
+        default=64, ge=1, description="Most streams that one client may hold open; calls on further ones are refused."
+    )
+    idle_timeout_s: float = Field(
+        default=3600.0, gt=0, description="A connection that asks for nothing for this long is closed."
+    )
+    write_timeout_s: float = Field(
+        default=60.0, gt=0, description="A connection whose client does not read a reply for this long is closed."
+    )
+    watchdog_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="A batch that takes longer is reported with the stacks of all threads; 0 = never.",
+    )
     max_wait_us: int = Field(
         default=3_000_000,
         ge=0,

@@ -1,7 +1,10 @@
 """The one thread that touches the device: concatenate, compute, split.
 
 One rule: a task fails alone. What a batch cannot compute together is computed task by task, and an
-error goes to the future of the task that caused it.
+error goes to the future of the task that caused it. What does not fit in the device's memory is computed in
+halves, once.
+
+While small requests are about, a large batch is computed in slices of its rows, and they go in between.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ class Executor:
         self._scheduler = scheduler
         self._threads = threads
         self._observe = observe or (lambda batch, seconds: None)
+        self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._loop, name="symbiosis-executor", daemon=True)
 
     def start(self) -> None:
@@ -77,10 +81,17 @@ class Executor:
             torch.set_num_threads(self._threads)
         with torch.no_grad():  # not inference_mode: a block's grad_input needs autograd inside
             while (batch := self._scheduler.next_batch()) is not None:
+                self._busy_since_s = time.perf_counter()
                 try:
                     self._run(batch)
                 except Exception as error:  # whatever it was: one batch fails, the server goes on
                     self._give_up(batch, error)
+                self._busy_since_s = None
+
+    @property
+    def busy_since_s(self) -> float | None:
+        """Since when the batch under way has been computed, on the clock of `time.perf_counter()`; None if idle."""
+        return self._busy_since_s
 
     @staticmethod
     def _give_up(batch: Batch, error: Exception) -> None:
@@ -100,14 +111,13 @@ class Executor:
         """Compute tasks as one; on failure a lone task gets its error, several are left unanswered."""
         started_s = time.perf_counter()
         try:
-            outputs = self._compute(tasks)
+            outputs, computed_s = self._compute(tasks)
         except Exception as error:
             if len(tasks) > 1:
                 logger.warning("batch of %d failed together, trying each alone: %s", len(tasks), error)
             else:
                 tasks[0].result.set_exception(_as_ours(error))
             return False
-        computed_s = time.perf_counter() - started_s
         tokens = sum(task.tokens for task in tasks)
         for task, parts in zip(tasks, outputs, strict=True):
             task.result.set_result(Result(parts, started_s - task.enqueued_s, computed_s, len(tasks), tokens))
@@ -116,19 +126,49 @@ class Executor:
         self._observe(batch, computed_s)
         return True
 
-    def _compute(self, tasks: list[Task]) -> list[list[torch.Tensor]]:
-        """Concatenate by tokens -> one operation -> split: N_1 + N_2 + ... rows."""
+    def _compute(self, tasks: list[Task]) -> tuple[list[list[torch.Tensor]], float]:
+        """Concatenate by tokens -> one operation -> split: N_1 + N_2 + ... rows; and the seconds that it took."""
+        started_s = time.perf_counter()
         columns = zip(*(task.tensors for task in tasks), strict=True)
-        inputs = [self._load(torch.cat(c) if len(c) > 1 else c[0]) for c in columns]
-        outputs = self._operate(tasks[0].key, inputs)
-        tokens, dtype = [task.tokens for task in tasks], tasks[0].tensors[0].dtype
-        rows = [output.to(device="cpu", dtype=dtype).split(tokens) for output in outputs]
-        return [list(parts) for parts in zip(*rows, strict=True)]
+        inputs = [torch.cat(c) if len(c) > 1 else c[0] for c in columns]
+        key, tokens = tasks[0].key, [task.tokens for task in tasks]
+        limit = self._scheduler.slice_tokens(key)
+        try:
+            outputs, elsewhere_s = self._sliced(key, inputs, limit or sum(tokens))
+        except (torch.OutOfMemoryError, MemoryError):
+            logger.warning("%d tokens of %s do not fit in memory, trying halves", sum(tokens), key.op)
+            outputs, elsewhere_s = self._sliced(key, inputs, -(-min(limit or sum(tokens), sum(tokens)) // 2))
+        parts = zip(*(output.split(tokens) for output in outputs), strict=True)
+        return [list(part) for part in parts], time.perf_counter() - started_s - elsewhere_s
+
+    def _sliced(self, key: Key, inputs: list[torch.Tensor], limit: int) -> tuple[list[torch.Tensor], float]:
+        """Outputs [N, d] on the CPU, computed `limit` rows at a time; and seconds spent on small requests."""
+        if inputs[0].shape[0] <= limit:
+            return self._operate(key, inputs), 0.0
+        slices: list[list[torch.Tensor]] = []
+        elsewhere_s = 0.0
+        for rows in zip(*(tensor.split(limit) for tensor in inputs), strict=True):
+            if slices:
+                elsewhere_s += self._let_small_ones_pass()
+            slices.append(self._operate(key, list(rows)))
+        return [torch.cat(column) for column in zip(*slices, strict=True)], elsewhere_s
+
+    def _let_small_ones_pass(self) -> float:
+        started_s = time.perf_counter()
+        if (batch := self._scheduler.next_small()) is not None:
+            try:
+                self._run(batch)
+            except Exception as error:
+                self._give_up(batch, error)
+        return time.perf_counter() - started_s
 
     def _operate(self, key: Key, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        loaded = [self._load(tensor) for tensor in inputs]
         if key.op == "segment":
-            return segment.run(self._base, cast("tuple[Step, ...]", key.steps), key.outputs, inputs)
-        return [self._base.run(key.op, key.modules, inputs)]
+            outputs = segment.run(self._base, cast("tuple[Step, ...]", key.steps), key.outputs, loaded)
+        else:
+            outputs = [self._base.run(key.op, key.modules, loaded)]
+        return [output.to(device="cpu", dtype=inputs[0].dtype) for output in outputs]
 
     def _load(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.float64 if tensor.dtype == torch.float64 else self._base.dtype

@@ -31,10 +31,12 @@ from symbiosis.errors import ConfigError, MissingExtraError
 from symbiosis.flight import protocol
 from symbiosis.flight.audit_log import AuditLog
 from symbiosis.flight.base_model import BaseModel
+from symbiosis.flight.caretaker import Caretaker
 from symbiosis.flight.executor import Executor
 from symbiosis.flight.ledger import Ledger
 from symbiosis.flight.scheduler import Batch, Scheduler
 from symbiosis.flight.service import Service
+from symbiosis.flight.streams import Streams
 from symbiosis.flight.tokens import TokenBook
 
 if TYPE_CHECKING:
@@ -62,15 +64,19 @@ class Server:
         self._scheduler = Scheduler(
             max_batch_tokens=options.max_batch_tokens,
             max_queue_bytes=options.max_queue_bytes,
+            max_queue_tokens=options.max_queue_tokens,
             max_wait_s=options.max_wait_us / 1e6,
         )
         self._executor = Executor(base, self._scheduler, options.threads, self._counters.observe)
+        self._streams = Streams(options.max_streams_per_client, options.idle_timeout_s, options.write_timeout_s)
         self._draining = False
         self._manifest = self._describe()
         self.identity = _identity(options)
         self.ledger = _ledger(base, options)
         self._service = self._bind()
+        self._caretaker = Caretaker(self._streams, self._executor, options.watchdog_s)
         self._executor.start()
+        self._caretaker.start()
 
     @property
     def port(self) -> int:
@@ -99,6 +105,7 @@ class Server:
         self._scheduler.close()
         finished = self._executor.join(limit_s)
         closing = threading.Thread(target=self._service.shutdown, name="symbiosis-shutdown", daemon=True)
+        self._caretaker.close()
         closing.start()
         closing.join(max(0.5, min(2.0, deadline_s - time.monotonic())))
         self.ledger.close()
@@ -170,7 +177,9 @@ class Server:
         try:
             _refuse_taken(self.options.host, self.options.port)
             limit = self.options.max_message_bytes
-            return Service(location, self.base, self._scheduler, actions, limit, self.identity, self.ledger)
+            return Service(
+                location, self.base, self._scheduler, actions, limit, self.identity, self.ledger, self._streams
+            )
         except (fl.FlightError, OSError) as error:
             self.ledger.close()
             raise ConfigError(

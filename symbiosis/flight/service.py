@@ -7,7 +7,6 @@ end the stream and carry this process's traceback to the client, so none does.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -35,6 +34,7 @@ from symbiosis.flight.executor import Result
 from symbiosis.flight.ledger import Ledger, Party
 from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request, TensorSpec, Ticket
 from symbiosis.flight.scheduler import Key, Scheduler, Task
+from symbiosis.flight.streams import Streams
 from symbiosis.privacy.draws import DOUBLE, SINGLE, draw
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Message = tuple[bytes, pa.RecordBatch]
+POLL_S = 0.5  # how late it may be noticed that a client went away
 EMPTY_BATCH = protocol.batch_of(pa.py_buffer(b""))
 
 
@@ -56,6 +57,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         max_message_bytes: limit of one message in either direction.
         identity: certificate and key for TLS; None serves in the clear.
         ledger: who may do what, and what was done; None lets everybody do all.
+        streams: counts and limits what clients hold open; None limits nothing.
     """
 
     def __init__(
@@ -67,14 +69,14 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         max_message_bytes: int,
         identity: Identity | None = None,
         ledger: Ledger | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self._base = base
         self._fingerprint = base.fingerprint
         self._scheduler = scheduler
         self._actions = actions
         self._max_message_bytes = max_message_bytes
-        self._streams: dict[int, str] = {}
-        self._lock = threading.Lock()
+        self.streams = streams or Streams(max_per_client=1 << 30, idle_s=float("inf"), write_s=float("inf"))
         self.errors = 0
         self._ledger = ledger or Ledger({})
         super().__init__(location, **_transport(identity), middleware=self._middleware())
@@ -82,29 +84,27 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
     @property
     def clients(self) -> int:
         """How many clients have a stream open."""
-        with self._lock:
-            return len(set(self._streams.values()))
+        return len(self.streams.per_client())
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         refusal, named = self._open(descriptor)
         party = Party(grant_of(context), named)
         client = party.name
         logger.debug("stream of client %s opened", client)
-        stream = id(context)
-        with self._lock:
-            self._streams[stream] = client
         try:
-            writer.begin(protocol.SCHEMA)
-            while (chunk := _read(reader)) is not None:
-                header, batch = self._answer(chunk, party, refusal)
-                writer.write_with_metadata(batch, header)
+            with self.streams.opened(client, context.peer()) as stream:
+                refusal = refusal or self._too_many(client)
+                writer.begin(protocol.SCHEMA)
+                while (chunk := _read(reader)) is not None:
+                    stream.begins("computing", time.monotonic())
+                    header, batch = self._answer(chunk, party, refusal, context)
+                    stream.begins("writing", time.monotonic())
+                    writer.write_with_metadata(batch, header)
+                    stream.begins("reading", time.monotonic())
         except pa.ArrowException:
             logger.debug("stream of client %s ended", client, exc_info=True)
         except Exception:
             logger.exception("stream of client %s failed", client)
-        finally:
-            with self._lock:
-                del self._streams[stream]
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         grant = grant_of(context)
@@ -149,24 +149,31 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             ), header.client
         return None, header.client
 
-    def _answer(self, chunk: Any, party: Party, refusal: SymbiosisError | None) -> Message:
+    def _too_many(self, client: str) -> SymbiosisError | None:
+        try:
+            self.streams.check(client)
+        except SymbiosisError as error:
+            return error
+        return None
+
+    def _answer(self, chunk: Any, party: Party, refusal: SymbiosisError | None, context: Any) -> Message:
         received_s = time.perf_counter()
         if refusal is not None:  # not raised: each raise would add this frame, and so the message, to its traceback
             return self._error(chunk, refusal)
         try:
-            return self._call(chunk, party, received_s)
+            return self._call(chunk, party, received_s, context)
         except SymbiosisError as error:
             return self._error(chunk, error)
         except Exception:
             logger.exception("answering a call of client %s failed", party.name)
             return self._error(chunk, RemoteComputeError("the server failed on this call; its log has the details"))
 
-    def _call(self, chunk: Any, party: Party, received_s: float) -> Message:
+    def _call(self, chunk: Any, party: Party, received_s: float, context: Any) -> Message:
         request: Request = protocol.decode_header(chunk.app_metadata, Request)
         task = self._task(request, chunk.data, party, received_s)
         with self._ledger.admit(party, request, task.nbytes) as call:
             self._scheduler.submit(task)
-            result = _wait(task, request)
+            result = _wait(task, request, context)
             body = protocol.encode_body(result.outputs)
             call.bytes_out = body.nbytes
         reply = Reply(
@@ -311,15 +318,23 @@ def _read(reader: Any) -> Any:
         return None
 
 
-def _wait(task: Task, request: Request) -> Result:
-    try:
-        result: Result = task.result.result(timeout=request.deadline_ms / 1e3 + 1.0)
-        return result
-    except DeadlineExceededError:  # the executor's: it says more, and is a TimeoutError too
-        raise
-    except FutureTimeoutError:
-        task.result.cancel()
-        raise DeadlineExceededError(f"call {request.id} was not computed within {request.deadline_ms} ms") from None
+def _wait(task: Task, request: Request, context: Any) -> Result:
+    """The result of a task, which is dropped from the queue if its client goes away or its time is over."""
+    give_up_s = time.monotonic() + request.deadline_ms / 1e3 + 1.0
+    while True:
+        left_s = give_up_s - time.monotonic()
+        try:
+            result: Result = task.result.result(timeout=max(0.0, min(left_s, POLL_S)))
+            return result
+        except DeadlineExceededError:  # the executor's: it says more, and is a TimeoutError too
+            raise
+        except FutureTimeoutError:
+            if left_s > POLL_S and not context.is_cancelled():
+                continue
+            task.result.cancel()
+            raise DeadlineExceededError(
+                f"call {request.id} was not computed within {request.deadline_ms} ms, or its client went away"
+            ) from None
 
 
 def _not_offered(method: str) -> fl.FlightServerError:

@@ -354,3 +354,83 @@ def test_outputs_belong_to_their_task_alone(base: BaseModel, compute: Callable[.
     first.outputs[0].zero_()
 
     assert torch.equal(second.outputs[0], before)
+
+
+# --- large batches -------------------------------------------------------------------------------------------------
+
+
+def forward(tokens: int) -> Task:
+    return task("forward", (Q, K), torch.randn(tokens, 32))
+
+
+@torch.no_grad()
+def test_a_large_batch_lets_small_requests_pass_and_is_still_right(base: BaseModel) -> None:
+    scheduler = Scheduler()
+    executor = Executor(base, scheduler)
+    order: list[int] = []
+    large, smalls = forward(1000), [forward(2) for _ in range(3)]
+    for one in (large, *smalls):
+        one.result.add_done_callback(lambda _, tokens=one.tokens: order.append(tokens))
+    scheduler.submit(smalls[0])  # small requests are about
+    executor._run(scheduler.next_batch())
+    scheduler.submit(large)
+    batch = scheduler.next_batch()
+    scheduler.submit(smalls[1])
+    scheduler.submit(smalls[2])
+
+    executor._run(batch)
+
+    assert order == [2, 2, 2, 1000]
+    for one in (large, *smalls):
+        (output,) = one.result.result(0).outputs
+        torch.testing.assert_close(output, direct(base, one), rtol=TOLERANCE, atol=TOLERANCE)
+    assert large.result.result(0).batch_requests == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")], ids=["host", "device"])
+def test_what_does_not_fit_in_memory_is_computed_in_halves(
+    error: Exception, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, rows, one = base.run, [], forward(101)
+    expected = direct(base, one)
+
+    def small_device(op: str, modules: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
+        rows.append(len(tensors[0]))
+        if rows[-1] > 60:
+            raise error
+        return run(op, modules, tensors)
+
+    monkeypatch.setattr(base, "run", small_device)
+    scheduler = Scheduler()
+    scheduler.submit(one)
+
+    Executor(base, scheduler)._run(scheduler.next_batch())
+
+    assert rows == [101, 51, 50]
+    torch.testing.assert_close(one.result.result(0).outputs[0], expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_it_says_how_long_it_has_been_busy(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    run = base.run
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        entered.set()
+        leave.wait(10)
+        return run(*arguments)
+
+    monkeypatch.setattr(base, "run", slow)
+    scheduler = Scheduler()
+    executor = Executor(base, scheduler)
+    assert executor.busy_since_s is None
+    executor.start()
+    scheduler.submit(one := forward(1))
+    assert entered.wait(10)
+    assert executor.busy_since_s is not None
+    assert executor.busy_since_s <= time.perf_counter()
+    leave.set()
+    one.result.result(10)
+    scheduler.close()
+    assert executor.join(10)
+    assert executor.busy_since_s is None

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.errors import MessageTooLargeError, ServerBusyError
-from symbiosis.flight.scheduler import Batch, Key, Scheduler, Task, form_batch
+from symbiosis.flight.scheduler import (
+    MIN_SLICE_TOKENS,
+    SMALL_SEEN_S,
+    Batch,
+    Key,
+    Scheduler,
+    Task,
+    form_batch,
+)
+from symbiosis.flight.shares import MAX_PASSED
 
 Q = Key("forward", ("q",), "F32")
 
@@ -44,7 +53,7 @@ def test_a_batch_is_the_longest_prefix_within_the_limit(tokens: list[int], limit
     assert len(form_batch([task(tokens=n) for n in tokens], limit)) == chosen
 
 
-@given(st.lists(st.integers(0, 50), min_size=1), st.integers(1, 60))
+@given(st.lists(st.integers(17, 50), min_size=1), st.integers(1, 60))
 def test_batches_take_every_task_once_and_in_order(tokens: list[int], limit: int) -> None:
     scheduler = Scheduler(max_batch_tokens=limit)
     tasks = [task(tokens=n) for n in tokens]
@@ -251,3 +260,149 @@ def test_many_submitters_and_one_taker_lose_nothing() -> None:
 
     assert set(map(id, found)) == {id(one) for mine in tasks for one in mine}
     assert scheduler.queued == 0
+
+
+# --- who goes first ------------------------------------------------------------------------------------------------
+
+
+def test_small_requests_go_before_large_ones_and_large_ones_are_not_starved() -> None:
+    scheduler = Scheduler()
+    k = Key("forward", ("k",), "F32")
+    large = task(Q, 1000, client="train")
+    scheduler.submit(large)
+    passed = 0
+    while True:
+        scheduler.submit(task(k, 1, client="decode"))
+        if large in taken(scheduler):
+            break
+        passed += 1
+
+    assert passed == MAX_PASSED
+
+
+def test_a_small_request_does_not_ride_in_a_large_batch_of_its_key() -> None:
+    scheduler = Scheduler()
+    large, small = task(Q, 4000, client="train"), task(Q, 1, client="decode", enqueued_s=time.perf_counter())
+    for one in (large, small):
+        scheduler.submit(one)
+
+    assert [taken(scheduler), taken(scheduler)] == [(small,), (large,)]
+
+
+def test_a_small_request_shares_a_batch_that_is_quick() -> None:
+    scheduler = Scheduler()
+    other, small = task(Q, 40, client="train"), task(Q, 1, client="decode")
+    for one in (other, small):
+        scheduler.submit(one)
+
+    assert set(taken(scheduler)) == {other, small}
+
+
+def test_large_batches_are_sliced_only_while_small_requests_are_about() -> None:
+    now_s = 100.0
+    scheduler = Scheduler(clock=lambda: now_s)
+    scheduler.done(Batch(Q, (task(Q, 1000),)), 0.1)
+    assert scheduler.slice_tokens(Q) is None
+
+    scheduler.submit(task(Q, 1, enqueued_s=now_s))
+    assert scheduler.slice_tokens(Q) == MIN_SLICE_TOKENS  # 0.1 ms a token: 40 of them in 4 ms
+    scheduler.done(Batch(Q, (task(Q, 1000),)), 0.001)
+    assert scheduler.slice_tokens(Q) == 4000
+    now_s += SMALL_SEEN_S + 1
+
+    assert scheduler.slice_tokens(Q) is None
+
+
+def test_between_slices_only_small_requests_are_taken() -> None:
+    scheduler = Scheduler()
+    large, small = task(Q, 1000), task(Q, 1)
+    scheduler.submit(large)
+    assert scheduler.next_small() is None
+    scheduler.submit(small)
+
+    batch = scheduler.next_small()
+
+    assert batch is not None
+    assert batch.tasks == (small,)
+    assert taken(scheduler) == (large,)
+
+
+def test_tenants_share_tokens_evenly_whoever_asks_for_more() -> None:
+    """Ten of one tenant against one of another, all of them always waiting."""
+    scheduler = Scheduler(max_batch_tokens=100)
+    keys = [Key("forward", (str(i),), "F32") for i in range(11)]
+    for i in range(10):
+        scheduler.submit(task(keys[i], 100, client="many"))
+    scheduler.submit(task(keys[10], 100, client="one"))
+    served = {"many": 0, "one": 0}
+    for _ in range(400):
+        (done,) = taken(scheduler)
+        served[done.client] += done.tokens
+        scheduler.submit(task(done.key, 100, client=done.client))
+
+    assert abs(served["one"] / sum(served.values()) - 0.5) < 0.01
+
+
+def test_weights_shift_the_shares() -> None:
+    scheduler = Scheduler(max_batch_tokens=100, weight_of=lambda client: 3.0 if client == "paying" else 1.0)
+    for client in ("paying", "other"):
+        scheduler.submit(task(Key("forward", (client,), "F32"), 100, client=client))
+    served = {"paying": 0, "other": 0}
+    for _ in range(400):
+        (done,) = taken(scheduler)
+        served[done.client] += done.tokens
+        scheduler.submit(task(done.key, 100, client=done.client))
+
+    assert abs(served["paying"] / sum(served.values()) - 0.75) < 0.02
+
+
+def test_within_a_key_those_who_got_less_go_first() -> None:
+    scheduler = Scheduler(max_batch_tokens=100)
+    for _ in range(5):
+        scheduler.submit(task(Q, 100, client="many"))
+        taken(scheduler)
+    queue = [task(Q, 100, client="many") for _ in range(3)]
+    for one in queue:
+        scheduler.submit(one)
+    scheduler.submit(light := task(Q, 100, client="light"))
+
+    batches = [taken(scheduler) for _ in range(4)]
+
+    assert batches[0] == (light,)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 300), st.sampled_from("qk")), min_size=1, max_size=60))
+def test_every_task_is_taken_once_whatever_comes(arrivals: list[tuple[str, int, str]]) -> None:
+    scheduler = Scheduler(max_batch_tokens=200)
+    tasks = [task(Key("forward", (name,), "F32"), tokens, client=client) for client, tokens, name in arrivals]
+    found: list[Task] = []
+    for i, one in enumerate(tasks):
+        scheduler.submit(one)
+        if i % 3 == 0:
+            found.extend(taken(scheduler))
+    while batch := taken(scheduler):
+        found.extend(batch)
+
+    assert sorted(map(id, found)) == sorted(map(id, tasks))
+    assert (scheduler.queued, scheduler._waiting, scheduler._queued_bytes, scheduler._queued_tokens) == (0, {}, 0, 0)
+
+
+def test_the_queue_is_bounded_in_tokens_too() -> None:
+    scheduler = Scheduler(max_queue_tokens=100)
+    scheduler.submit(task(tokens=60))
+
+    with pytest.raises(ServerBusyError, match="60 of 100 tokens wait"):
+        scheduler.submit(task(tokens=41))
+    taken(scheduler)
+    scheduler.submit(task(tokens=500))  # one that is larger than the queue still runs, alone
+
+
+def test_a_longer_queue_asks_for_a_longer_pause() -> None:
+    scheduler = Scheduler(max_queue_tokens=1000)
+    scheduler.done(Batch(Q, (task(Q, 100),)), 0.4)
+    scheduler.submit(task(Q, 1000))
+
+    with pytest.raises(ServerBusyError) as caught:
+        scheduler.submit(task(Q, 1))
+
+    assert caught.value.retry_after_s == pytest.approx(2.0)

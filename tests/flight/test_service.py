@@ -306,7 +306,7 @@ def test_refusing_a_stream_again_and_again_holds_no_requests(llama_server: Serve
 
     refusal = ProtocolError("refused")
     for _ in range(5):
-        llama_server._service._answer(Chunk(), "client", refusal)
+        llama_server._service._answer(Chunk(), "client", refusal, None)
 
     assert refusal.__traceback__ is None
 
