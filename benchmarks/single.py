@@ -133,7 +133,7 @@ def _per_layer(client: Client, work: str, bench: Bench) -> dict[str, Any]:
     sequences, length = options.train_shape
     units = 1 if work == "train" else options.new_tokens
     tokens = sequences * length if work == "train" else options.prompt_tokens + options.new_tokens - 1
-    backward = counts.get("grad_input.calls", 0)
+    backward = counts.get("grad_input.calls", 0) + counts.get("segment_grad.calls", 0)
     calls = sum(value for key, value in counts.items() if key.endswith(".calls") and not key.startswith("head."))
     directions = {
         way: sum(v for k, v in counts.items() if k.endswith(way) and not k.startswith("head.")) / layers / tokens

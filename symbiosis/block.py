@@ -18,8 +18,9 @@ from symbiosis.adapters import base_modules, is_wrapper
 from symbiosis.errors import UnsupportedMethodError
 from symbiosis.flight.protocol import Step
 from symbiosis.hollow import HollowWeight, keep_out_of_checkpoints
-from symbiosis.lazy import defer, deferring, fits, value_of
-from symbiosis.sharing import Remote, SharedInputs, owned
+from symbiosis.lazy import Laziness, defer, deferring, fits, value_of
+from symbiosis.rows import flat, owned
+from symbiosis.sharing import Remote, SharedInputs
 from symbiosis.unchanged import Unchanged
 
 
@@ -30,7 +31,7 @@ class _Block(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, remote: Remote, name: str) -> torch.Tensor:
         ctx.remote, ctx.name = remote, name
         ctx.save_for_backward(x)
-        y = remote.call("forward", [name], [x.reshape(-1, x.shape[-1])])  # [..., d_in] -> [N, d_out]
+        y = remote.call("forward", [name], [flat(x)])  # [..., d_in] -> [N, d_out]
         return owned(y, (*x.shape[:-1], y.shape[1]))
 
     @staticmethod
@@ -39,8 +40,7 @@ class _Block(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None
         (x,) = ctx.saved_tensors
-        flat = [x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])]
-        return ctx.remote.call("grad_input", [ctx.name], flat).view(x.shape), None, None
+        return ctx.remote.call("grad_input", [ctx.name], [flat(x), flat(grad)]).view(x.shape), None, None
 
 
 class RemoteBlock:
@@ -51,7 +51,7 @@ class RemoteBlock:
         shared: what computes it, and whether results may be deferred.
         module: the sub-module, whose linears are remote layers already.
         width: last dimension of its output.
-        gradients_by_linears: not whole where a gradient will be asked for: recomputing costs more GEMMs.
+        gradients_by_linears: not alone where a gradient will be asked for: recomputing costs more GEMMs.
         required: the block has no other way (matrices that are no linears); its weights become hollow.
         keep: keep those weights, so that `restore` can put them back.
     """
@@ -68,7 +68,7 @@ class RemoteBlock:
         keep: bool = False,
     ) -> None:
         self.name = name
-        self.lazy = shared.lazy
+        self.lazy = Laziness(shared.lazy)
         self.gradients_by_linears = gradients_by_linears
         self._width = width
         self.required = required
@@ -84,15 +84,17 @@ class RemoteBlock:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.gradients_by_linears and not self.required and torch.is_grad_enabled() and x.requires_grad:
+        lazily = self.lazy and deferring(training=self._module.training) and not x.is_inference() and fits(x)
+        by_linears = self.gradients_by_linears and not self.required and torch.is_grad_enabled() and x.requires_grad
+        if by_linears and not lazily:
             return self._own_forward(self._module, x, *args, **kwargs)
         reason = self.reason_against() if not (args or kwargs) else "it was called with more than its input"
         if reason and self.required:
             self._refuse(reason)
         if reason:
             return self._own_forward(self._module, x, *args, **kwargs)
-        if self.lazy and deferring() and not self._module.training and not x.is_inference() and fits(x):
-            return defer(self._deferrals, Step("call", (self.name,), ()), x, self._width, looked_at=self._be_eager)
+        if lazily:
+            return defer(self._deferrals, Step("call", (self.name,), ()), x, self._width, looked_at=self.lazy.looked_at)
         return self._call(value_of(x))
 
     def _call(self, x: torch.Tensor) -> Any:
@@ -106,9 +108,6 @@ class RemoteBlock:
             f"block {self.name} is computed whole on the server, but {reason}; remove that, or use "
             "wrap(local=[...]) to keep the block here"
         )
-
-    def _be_eager(self) -> None:
-        self.lazy = False
 
     def reason_against(self) -> str:
         """Why the block cannot be computed whole just now; empty if it can."""

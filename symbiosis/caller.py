@@ -7,8 +7,9 @@ one message; `flight/replicas.py` decides what is sent again.
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ import msgspec
 import pyarrow as pa
 import torch
 
-from symbiosis.errors import MessageTooLargeError, ProtocolError, UnknownModuleError, from_wire
+from symbiosis.errors import MessageTooLargeError, NeedInputError, ProtocolError, UnknownModuleError, from_wire
 from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, Message
 from symbiosis.flight.protocol import Error, ModuleInfo, Reply, Request, Step, TensorSpec
@@ -65,7 +66,7 @@ class Caller:
         self._bus = bus
         self._max_message_bytes = max_message_bytes
         self._timeout_s = timeout_s
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(1 + secrets.randbits(62))  # the server may keep things by id: nobody guesses them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Caller:
         return self
@@ -95,7 +96,11 @@ class Caller:
         return torch.cat([self._send(op, modules, part) for part in parts])
 
     def segment(
-        self, steps: Sequence[Step], outputs: Sequence[int], tensors: Sequence[torch.Tensor]
+        self,
+        steps: Sequence[Step],
+        outputs: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+        kept: list[int] | None = None,
     ) -> list[torch.Tensor]:
         """Run several steps in one call, in as many messages as the limit asks for.
 
@@ -103,13 +108,50 @@ class Caller:
             steps: what to do, as docs/protocol.md section 4 says.
             outputs: which values to return.
             tensors: the first values, each [N, d].
+            kept: filled with what `segment_grad` needs to find again what the server computed on the way.
         """
-        widths = self._segment_widths(steps, [tensor.shape[1] for tensor in tensors])
-        expected = [widths[output] for output in outputs]
-        step = self._fitting(tensors, max(sum(expected), *widths), f"a segment of {len(steps)} steps")
-        parts = zip(*(tensor.split(step) if tensor.shape[0] else (tensor,) for tensor in tensors), strict=True)
-        sent = [self._exchange("segment", (), part, expected, tuple(steps), tuple(outputs)) for part in parts]
-        return sent[0] if len(sent) == 1 else [torch.cat(column) for column in zip(*sent, strict=True)]
+        _, expected, limit = self._plan_segment(steps, outputs, tensors)
+        sent = []
+        for part in _parts(tensors, limit):
+            request = self._request("segment", part, steps=tuple(steps), outputs=tuple(outputs), keep=kept is not None)
+            sent.append(self._exchange(request, part, expected))
+            if kept is not None:
+                kept.append(request.id)
+        return _joined(sent)
+
+    def segment_grad(
+        self,
+        steps: Sequence[Step],
+        outputs: Sequence[int],
+        wrt: Sequence[int],
+        grads: Sequence[torch.Tensor | None],
+        tensors: Sequence[torch.Tensor],
+        kept: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """Gradients of a segment for some of its inputs, each [N, d].
+
+        Args:
+            steps: as they were given to `segment`.
+            outputs: likewise.
+            wrt: places of the inputs whose gradients are wanted.
+            grads: of the outputs, each [N, d]; None where there is none, but not everywhere.
+            tensors: the inputs, as they were; they travel only if the server no longer has them.
+            kept: what `segment` filled.
+        """
+        widths, _, limit = self._plan_segment(steps, outputs, tensors)
+        given = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        common = {"steps": tuple(steps), "outputs": tuple(output for output, _ in given), "wrt": tuple(wrt)}
+        expected = [widths[place] for place in wrt]
+        sent = []
+        parts = zip(kept, _parts([grad for _, grad in given], limit), _parts(tensors, limit), strict=True)
+        for call_id, part, inputs in parts:
+            try:
+                request = self._request("segment_grad", part, **common, kept=call_id)
+                sent.append(self._exchange(request, part, expected))
+            except NeedInputError:
+                request = self._request("segment_grad", [*part, *inputs], **common)
+                sent.append(self._exchange(request, [*part, *inputs], expected))
+        return _joined(sent)
 
     def effect(self, op: str, modules: Sequence[str], seed: bytes, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """What an operation gives for the mask [rows, d] that the server draws from a seed; [rows, d'].
@@ -135,6 +177,16 @@ class Caller:
         if module not in self._weight_norms:
             raise UnknownModuleError(f"the server publishes no norms of {module!r}")
         return self._weight_norms[module]
+
+    def _plan_segment(
+        self, steps: Sequence[Step], outputs: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[int], list[int], int]:
+        """Widths of all values and of the outputs, and how many tokens fit, also when a gradient sends all again."""
+        widths = self._segment_widths(steps, [tensor.shape[1] for tensor in tensors])
+        expected = [widths[output] for output in outputs]
+        inputs = sum(widths[: len(tensors)])
+        limit = self._fitting(tensors, max(inputs + sum(expected), *widths), f"a segment of {len(steps)} steps")
+        return widths, expected, limit
 
     def _segment_widths(self, steps: Sequence[Step], widths: list[int]) -> list[int]:
         for step in steps:
@@ -171,33 +223,25 @@ class Caller:
     ) -> torch.Tensor:
         infos = [self._info(name) for name in modules]
         width = infos[0].d_in if op == "grad_input" else sum(info.d_out for info in infos)
-        return self._exchange(op, modules, tensors, [width], seed=seed)[0]
+        request = self._request(op, tensors, modules=list(modules), seed=seed)
+        return self._exchange(request, tensors, [width])[0]
 
-    def _exchange(
-        self,
-        op: str,
-        modules: Sequence[str],
-        tensors: Sequence[torch.Tensor],
-        widths: list[int],
-        steps: tuple[Step, ...] = (),
-        outputs: tuple[int, ...] = (),
-        seed: bytes | None = None,
-    ) -> list[torch.Tensor]:
-        """One message and its answer: tensors [N, d] for each of the widths. With a seed, the server draws them."""
+    def _request(self, op: Any, tensors: Sequence[torch.Tensor], *, modules: Any = (), **more: Any) -> Request:
+        return Request(
+            id=next(self._ids),
+            op=op,
+            modules=list(modules),
+            tensors=[protocol.spec_of(tensor) for tensor in tensors],
+            deadline_ms=1,  # each try has its own
+            **more,
+        )
+
+    def _exchange(self, request: Request, tensors: Sequence[torch.Tensor], widths: list[int]) -> list[torch.Tensor]:
+        """One message and its answer: tensors [N, d] for each of the widths; with a seed, those drawn there."""
         started_s = time.perf_counter()
         deadline_s = time.monotonic() + self._timeout_s
         # Kept until the reply: the batch is a window onto this memory.
-        inputs = [tensor.detach().to("cpu").contiguous() for tensor in tensors] if seed is None else []
-        request = Request(
-            id=next(self._ids),
-            op=op,  # type: ignore[arg-type]
-            modules=list(modules),
-            tensors=[protocol.spec_of(tensor) for tensor in tensors],
-            deadline_ms=1,
-            steps=steps,
-            outputs=outputs,
-            seed=seed,
-        )
+        inputs = [tensor.detach().to("cpu").contiguous() for tensor in tensors] if request.seed is None else []
         body = protocol.encode_body(inputs)
         sent_s = time.perf_counter()
         tries: list[_Try] = []
@@ -205,13 +249,13 @@ class Caller:
             lambda channel: self._try(channel, request, body, widths, deadline_s, tries), deadline_s
         )
         last = tries[-1]
-        if seed is None:
+        if request.seed is None:
             results = [result.to(tensors[0].device) for result in results]
         ended_s = time.perf_counter()
         self._bus.emit(
             CallEvent(
-                op=op,
-                modules=tuple(modules) or tuple(name for step in steps for name in step.modules),
+                op=request.op,
+                modules=tuple(request.modules) or tuple(name for step in request.steps for name in step.modules),
                 tokens=tensors[0].shape[0],
                 bytes_out=body.nbytes + last.bytes_out,
                 bytes_in=sum(result.nbytes for result in results) + last.bytes_in,
@@ -263,3 +307,12 @@ class Caller:
         if reply.tensors != expected:
             raise ProtocolError(f"reply to {request.op} of {request.modules} is {reply.tensors}, expected {expected}")
         return reply, protocol.decode_body(message.data, reply.tensors)
+
+
+def _parts(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors [N, d] in parts of at most `limit` rows; one part if there are none."""
+    return zip(*(tensor.split(limit) if tensor.shape[0] else (tensor,) for tensor in tensors), strict=True)
+
+
+def _joined(sent: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return sent[0] if len(sent) == 1 else [torch.cat(column) for column in zip(*sent, strict=True)]

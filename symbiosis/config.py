@@ -154,6 +154,11 @@ class ServerOptions(Options):
         ge=0,
         description="A batch that takes longer is reported with the stacks of all threads; 0 = never.",
     )
+    soft_cache_bytes: Bytes = Field(
+        default=2 * 2**30,
+        ge=0,
+        description="Most bytes kept of forward passes for the gradients that follow; what is gone is computed again.",
+    )
     max_wait_us: int = Field(
         default=3_000_000,
         ge=0,

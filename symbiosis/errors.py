@@ -11,6 +11,7 @@
     ├── ModelMismatchError        (ValueError)           client and server do not hold the same base model
     ├── UnknownModuleError        (LookupError)          the server does not serve a module of that name
     ├── InvalidInputError         (ValueError)           wrong width, dtype, shape or value in a tensor
+    ├── NeedInputError            (LookupError)          a gradient needs inputs that the server no longer keeps
     ├── MessageTooLargeError      (ValueError)           one message exceeds the agreed limit
     ├── ServerBusyError           (RuntimeError)     [r] queue full or draining; carries retry_after_s
     ├── QuotaExceededError        (RuntimeError)     [r] over the tenant's quota; carries retry_after_s
@@ -118,6 +119,12 @@ class InvalidInputError(SymbiosisError, ValueError):
     """A tensor has the wrong width, dtype, shape, or holds values that cannot be computed with."""
 
     code = "INVALID_INPUT"
+
+
+class NeedInputError(SymbiosisError, LookupError):
+    """The server no longer keeps what a gradient is computed from; the client sends it, unseen by its user."""
+
+    code = "NEED_INPUT"
 
 
 class MessageTooLargeError(SymbiosisError, ValueError):

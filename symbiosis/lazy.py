@@ -1,9 +1,9 @@
 """Deferred results: calls that are not made until their value is looked at, and then made together.
 
 Between two attentions of a decoder nothing of a frozen layer's work needs the client: o_proj, add, norm,
-MLP, add, norm, q/k/v. Without gradients to record, these modules hand out `Deferred` tensors instead of
-calling; adding two of them, or norming one, defers too. The first operation of another kind, such as the
-next attention's use of q, sends what has been put off as one *segment* (docs/protocol.md section 4).
+MLP, add, norm, q/k/v. These modules hand out `Deferred` tensors instead of calling; adding two of them, or norming
+one, defers too. The first operation of another kind, such as the next attention's use of q, or an adapter's of the
+normed residual, runs what is `pending` as one segment. With gradients, that segment is one node of autograd.
 
 One rule: a Deferred is a tensor to everybody. Whatever is not understood here gets the real value, so an
 unknown architecture, a hook or an adapter in between makes more calls, never another result. The steps are
@@ -15,17 +15,18 @@ transformers, and hides that a layer was changed.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from symbiosis.flight.protocol import MAX_STEPS, MAX_TENSORS, Step
+from symbiosis import pending
+from symbiosis.flight.protocol import Step
+from symbiosis.pending import Deferrals, Node
 
 ADDS = (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add)
 ADDS_IN_PLACE = (torch.Tensor.add_, torch.Tensor.__iadd__)
@@ -36,100 +37,11 @@ QUESTIONS = {
     *("size", "dim", "ndimension", "numel", "element_size", "is_inference", "is_floating_point", "is_complex"),
     *("get_device", "__hash__", "__len__", "is_contiguous", "is_signed"),
 }
-
-
-class SegmentRemote(Protocol):
-    """Where segments are computed."""
-
-    def segment(
-        self, steps: Sequence[Step], outputs: Sequence[int], tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Run steps on inputs [N, d]; the chosen values, each [N, d]."""
-
-
-class Deferrals(threading.local):
-    """What the deferred results of one model have in common: who will compute them, and the residual stream.
-
-    Only the residual stream may be added to a deferred result: the server has seen it, as the input of a
-    layer, or normed. The output of an adapter is neither sent nor taken for it. State is per thread.
-    """
-
-    def __init__(self, remote: SegmentRemote) -> None:
-        self.remote = remote
-        self._seen: deque[weakref.ref[torch.Tensor]] = deque(maxlen=16)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Deferrals:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a model with remote layers cannot be pickled: it holds a live connection")
-
-    def saw(self, x: torch.Tensor) -> None:
-        """Remember an input of a norm or of remote layers."""
-        if not any(known() is x for known in self._seen):
-            self._seen.append(weakref.ref(x))
-
-    def is_residual(self, x: torch.Tensor) -> bool:
-        return isinstance(x, Deferred) or any(known() is x for known in self._seen)
-
-
-class Node:
-    """One step that was put off.
-
-    Args:
-        deferrals: of the model that it belongs to.
-        step: what to do; its `args` are filled in when a segment is made of it.
-        args: nodes or tensors [..., d] that it needs.
-        width: the last dimension of its value.
-        local: computes the value from that of its only argument without a call (a norm).
-        looked_at: told when the value was needed by something that cannot be put off.
-    """
-
-    def __init__(
-        self,
-        deferrals: Deferrals,
-        step: Step,
-        args: Sequence[Node | torch.Tensor],
-        width: int,
-        local: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        looked_at: Callable[[], None] | None = None,
-    ) -> None:
-        self.deferrals = deferrals
-        self.step = step
-        self.args = tuple(_settled(arg) for arg in args)
-        self.width = width
-        self.local = local
-        self.looked_at = looked_at
-        self.value: torch.Tensor | None = None
-        self.value_version = 0
-        self.holder: weakref.ref[Deferred] | None = None
-        self._versions = [0 if isinstance(arg, Node) else arg._version for arg in self.args]
-
-    def check(self) -> None:
-        """Refuse to compute from an input that was overwritten since.
-
-        Raises:
-            RuntimeError: an in-place operation changed it.
-        """
-        for arg, version in zip(self.args, self._versions, strict=True):
-            now, then = (arg.value, arg.value_version) if isinstance(arg, Node) else (arg, version)
-            if now is not None and now._version != then:
-                raise RuntimeError(
-                    f"an input of {self.step.do} {', '.join(self.step.modules)} was changed in place before its value "
-                    "was used; wrap(model, granularity='linear') does not put calls off"
-                )
-
-    def settle(self, value: torch.Tensor) -> None:
-        """Take a value; what it was computed from is let go."""
-        self.value, self.value_version, self.args = value, value._version, ()
-
-    def wanted(self) -> bool:
-        """Whether somebody still holds the tensor that stands for the value."""
-        return self.holder is not None and self.holder() is not None
-
-
-def _settled(arg: Node | torch.Tensor) -> Node | torch.Tensor:
-    return arg.value if isinstance(arg, Node) and arg.value is not None else arg
+# Attributes that only the value has.
+VALUES = {
+    *("data", "T", "mT", "H", "mH", "real", "grad", "grad_fn", "is_leaf", "output_nr", "retains_grad"),
+    *("_base", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+}
 
 
 class Deferred(torch.Tensor):
@@ -138,15 +50,19 @@ class Deferred(torch.Tensor):
     node: Node
 
     @staticmethod
-    def __new__(cls, node: Node, like: torch.Tensor) -> Deferred:
-        shape = (*like.shape[:-1], node.width)
-        deferred: Deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+    def __new__(cls, node: Node, dtype: torch.dtype, device: torch.device) -> Deferred:
+        deferred: Deferred = torch.Tensor._make_wrapper_subclass(cls, node.shape, dtype=dtype, device=device)
         deferred.node = node
         node.holder = weakref.ref(deferred)
         return deferred
 
-    def __init__(self, node: Node, like: torch.Tensor) -> None:
+    def __init__(self, *_: object) -> None:
         super().__init__()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether more can be put off on top of it, here and now."""
+        return self.node.value is None and self.node.records == torch.is_grad_enabled() and deferring()
 
     def become(self, other: Deferred) -> Deferred:
         """Stand for another value from now on. What was computed from this one before keeps the old one."""
@@ -173,31 +89,69 @@ class Deferred(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Operations of C++ that do not ask `__torch_function__` get the value here."""
-        args, kwargs = pytree.tree_map_only(Deferred, _look, (args, kwargs or {}))
+        """Operations of C++ that do not ask `__torch_function__` get the value here; autograd has seen them before."""
+        args, kwargs = pytree.tree_map_only(Deferred, lambda late: pending.value_aside(late.node), (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+class _Promise(torch.autograd.Function):
+    """A deferred tensor as a function of what it will be computed from.
+
+    Most who use it ask `__torch_function__`, get the value, and never see this. Who does not ask (another autograd
+    Function, as a reentrant checkpoint is, or the engine) has the right gradient all the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, node: Node, dtype: torch.dtype, device: torch.device, *roots: torch.Tensor) -> torch.Tensor:
+        ctx.node, ctx.roots = node, roots
+        return Deferred(node, dtype, device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        totals: dict[int, torch.Tensor] = {}
+        for root, own in pending.gradients_of(ctx.node, grad):
+            totals[id(root)] = totals[id(root)] + own if id(root) in totals else own
+        return None, None, None, *(totals.get(id(root)) for root in ctx.roots)
+
+
+def _promised(node: Node, like: torch.Tensor) -> Deferred:
+    if node.roots:
+        return _Promise.apply(node, like.dtype, like.device, *node.roots)  # type: ignore[no-untyped-call, no-any-return]
+    return Deferred(node, like.dtype, like.device)
 
 
 def _put_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The result of an operation that can be put off; None if it cannot."""
     if func in DROPOUTS:
-        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-        return args[0] if args and not training and isinstance(args[0], Deferred) else None
+        return args[0] if args and isinstance(args[0], Deferred) and not _drops(args, kwargs) else None
     if len(args) != 2 or kwargs:
         return None
-    if func in ADDS_IN_PLACE and isinstance(args[0], Deferred) and args[0].node.value is None:
+    late = [arg for arg in args if isinstance(arg, Deferred)]
+    if func in ADDS and _same_place(*args) and deferring():
+        deferrals = late[0].node.deferrals
+        if not all(isinstance(arg, Deferred) or deferrals.has_seen(arg) for arg in args):
+            return None
+        node = Node(deferrals, Step("add", (), ()), [_node_of(arg) for arg in args], args[0].shape)
+        return _promised(node, args[0]) if pending.fits(node) else None
+    if func in ADDS_IN_PLACE and isinstance(args[0], Deferred) and args[0].is_pending and not torch.is_grad_enabled():
         total = _put_off(torch.add, args, kwargs)
         return args[0].become(total) if isinstance(total, Deferred) else None
-    if func in ADDS and _same_place(*args):
-        deferrals = next(arg.node.deferrals for arg in args if isinstance(arg, Deferred))
-        if not all(map(deferrals.is_residual, args)):
-            return None
-        nodes = [arg.node if isinstance(arg, Deferred) else arg for arg in args]
-        return Deferred(Node(deferrals, Step("add", (), ()), nodes, args[0].shape[-1]), args[0])
-    if func in SCALES and isinstance(args[0], Deferred) and isinstance(args[1], float):
-        node = args[0].node
-        return Deferred(Node(node.deferrals, Step("scale", (), (), args[1]), [node], node.width), args[0])
+    if func in SCALES and isinstance(args[0], Deferred) and isinstance(args[1], float) and deferring():
+        before = args[0].node
+        return _promised(Node(before.deferrals, Step("scale", (), (), args[1]), [before], before.shape), args[0])
     return None
+
+
+def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a dropout's arguments (input, p, training) let it drop anything."""
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(training and p)
+
+
+def _node_of(arg: torch.Tensor) -> Node | torch.Tensor:
+    return arg.node if isinstance(arg, Deferred) else arg
 
 
 def _same_place(a: Any, b: Any) -> bool:
@@ -211,18 +165,45 @@ def _same_place(a: Any, b: Any) -> bool:
 def _asks(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in ("data", "T", "mT", "H", "mH", "real")
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in VALUES
     return name in QUESTIONS
 
 
-def deferring() -> bool:
-    """Whether results may be put off just now: nothing records gradients, casts, or hides in-place changes."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or torch.is_autocast_enabled("cuda")
-    )
+def deferring(*, training: bool = False) -> bool:
+    """Whether results may be put off just now: nothing casts, hides in-place changes, or will run this again.
+
+    Args:
+        training: whether the module that asks is in training mode. If it is and no gradient is recorded, a
+            reentrant checkpoint may be around it, which takes results for its own before they are looked at.
+    """
+    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return False
+    if not torch.is_grad_enabled():
+        return not training
+    # Hooks on what autograd saves are a checkpoint's, which runs the layer again and has to find the same.
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is None and torch._C._current_graph_task_id() < 0
+
+
+class Laziness:
+    """Whether a module puts its results off: not where they are looked at for themselves, as q is by attention.
+
+    Learnt with and without gradients apart: dropout looks in training, and nobody in generation.
+
+    Args:
+        ever: False for a module that has no reason to.
+    """
+
+    def __init__(self, ever: bool) -> None:
+        self._ever = ever
+        self._looked_at: set[bool] = set()
+
+    def __bool__(self) -> bool:
+        return self._ever and torch.is_grad_enabled() not in self._looked_at
+
+    def looked_at(self, records: bool) -> None:
+        """Learn that a result was needed at once."""
+        self._looked_at.add(records)
 
 
 def defer(
@@ -231,30 +212,25 @@ def defer(
     x: torch.Tensor,
     width: int,
     local: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    looked_at: Callable[[], None] | None = None,
+    looked_at: Callable[[bool], None] | None = None,
 ) -> Deferred:
     """Put off one step on x [..., d]; a tensor [..., width]."""
-    return Deferred(Node(deferrals, step, [x.node if isinstance(x, Deferred) else x], width, local, looked_at), x)
+    return _promised(Node(deferrals, step, [_node_of(x)], (*x.shape[:-1], width), local, looked_at), x)
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a tensor that may be deferred; everything else is returned as it is."""
-    if not isinstance(tensor, Deferred):
-        return tensor
-    node = tensor.node
-    if node.value is None:
-        if node.local is not None:
-            (arg,) = node.args
-            node.settle(node.local(_value_of_node(arg, tensor.shape[:-1])))
-        else:
-            _run([node], (), tensor.shape[:-1])
-    assert node.value is not None
-    return node.value
+    return pending.value_of(tensor.node) if isinstance(tensor, Deferred) else tensor
 
 
-def linears_of(tensor: Deferred, names: tuple[str, ...]) -> torch.Tensor:
-    """Products of a deferred tensor with several weights, in the call that it was waiting for; [N, sum d_out]."""
-    return _run([tensor.node], names, tensor.shape[:-1])
+def linears_of(tensor: Deferred, names: Sequence[str], widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Products of a pending tensor with several weights, in the call that it was waiting for; [..., d_out] each."""
+    return pending.run(tensor.node, names, widths)
+
+
+def fits(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be put off further."""
+    return not isinstance(tensor, Deferred) or pending.fits(tensor.node)
 
 
 def _look(tensor: Deferred) -> torch.Tensor:
@@ -263,80 +239,5 @@ def _look(tensor: Deferred) -> torch.Tensor:
     args = [arg for arg in node.args if isinstance(arg, Node)] if node.local else []
     for looked in (node, *(arg for arg in args if arg.value is None and arg.step.do in ("linears", "bias"))):
         if looked.looked_at is not None:
-            looked.looked_at()
+            looked.looked_at(looked.records)
     return value_of(tensor)
-
-
-def _value_of_node(node: Node | torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
-    if isinstance(node, Node):
-        if node.value is None:
-            _run([node], (), lead)
-        assert node.value is not None
-        return node.value
-    return node
-
-
-def _run(targets: Sequence[Node], linears: tuple[str, ...], lead: Sequence[int]) -> torch.Tensor:
-    """Send what a node was waiting for as one segment, with the values that are still held.
-
-    Returns:
-        The last value, [N, d]: the products with `linears` if any are named, else the target's.
-    """
-    order = list(dict.fromkeys(_pending(targets)))
-    inputs = _inputs(order)
-    places: dict[int, int] = {id(value): place for place, value in enumerate(inputs)}
-    steps = []
-    for node in order:
-        node.check()
-        steps.append(_with_args(node.step, [places[id(_settled(arg))] for arg in node.args]))
-        places[id(node)] = len(inputs) + len(steps) - 1
-    if linears:
-        steps.append(Step("linears", linears, (places[id(targets[0])],)))
-    kept = _kept(order, targets[0], bool(linears))
-    outputs = [*(places[id(node)] for node in kept), *([len(inputs) + len(steps) - 1] if linears else [])]
-    for value in inputs:
-        targets[0].deferrals.saw(value)
-    flat = [value.reshape(-1, value.shape[-1]) for value in inputs]  # each [N, d]
-    results = targets[0].deferrals.remote.segment(steps, outputs, flat)
-    for node, value in zip(kept, results, strict=False):
-        node.settle(value.view(*lead, node.width))
-    return results[-1]
-
-
-def _pending(nodes: Sequence[Node]) -> Iterator[Node]:
-    """The nodes without a value that others need, arguments first."""
-    for node in nodes:
-        yield from _pending([arg for arg in map(_settled, node.args) if isinstance(arg, Node)])
-        yield node
-
-
-def _inputs(order: Sequence[Node]) -> list[torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-    for node in order:
-        for arg in map(_settled, node.args):
-            if not isinstance(arg, Node):
-                found.setdefault(id(arg), arg)
-    return list(found.values())
-
-
-def _kept(order: Sequence[Node], target: Node, has_linears: bool) -> list[Node]:
-    """Whose values to send back: the target's, and those still held that cannot be computed here."""
-    wanted: dict[int, Node] = {}
-    for node in order:
-        if node.local is not None and (node.wanted() or node is target):
-            wanted.update((id(arg), arg) for arg in node.args if isinstance(arg, Node))
-        elif node.wanted():
-            wanted[id(node)] = node
-    if not has_linears:
-        wanted.pop(id(target), None)
-    kept = [node for node in wanted.values() if node.value is None][-(MAX_TENSORS - 1) :]
-    return kept if has_linears else [*kept, target]
-
-
-def _with_args(step: Step, args: list[int]) -> Step:
-    return Step(step.do, step.modules, tuple(args), step.factor)
-
-
-def fits(tensor: torch.Tensor) -> bool:
-    """Whether a deferred tensor can still be put off further: segments have a longest length."""
-    return not isinstance(tensor, Deferred) or len(dict.fromkeys(_pending([tensor.node]))) < MAX_STEPS - 2

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from symbiosis.flight.protocol import Step
-from symbiosis.lazy import Deferrals, Deferred, defer, deferring, fits, value_of
+from symbiosis.lazy import Deferred, defer, deferring, fits, value_of
+from symbiosis.pending import Deferrals
 from symbiosis.unchanged import Unchanged
 
 
@@ -32,14 +33,17 @@ class RemoteNorm:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plain = isinstance(x, Deferred) and x.node.value is None and not (args or kwargs)
+        plain = isinstance(x, Deferred) and x.is_pending and not (args or kwargs)
         plain = plain and x.shape[-1] == self._width  # without parameters a norm takes any width, the server one
-        if plain and deferring() and fits(x) and not self._values.changed(self._module.named_parameters()):
+        if plain and fits(x) and not self._is_trained() and not self._values.changed(self._module.named_parameters()):
             return defer(self._deferrals, Step("call", (self.name,), ()), x, x.shape[-1], self._here)
         value = value_of(x)
         if deferring():
             self._deferrals.saw(value)
         return self._here(value, *args, **kwargs)
+
+    def _is_trained(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self._module.parameters())
 
     def remember(self) -> None:
         """Take the parameters as they are for the server's."""

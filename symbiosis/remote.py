@@ -24,10 +24,11 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.errors import InvalidInputError
 from symbiosis.flight.protocol import Step
 from symbiosis.hollow import HollowWeight, keep_out_of_checkpoints
-from symbiosis.lazy import defer, deferring, fits
+from symbiosis.lazy import Laziness, defer, deferring, fits
 from symbiosis.matrix import Weight
 from symbiosis.remembered import Remembered
-from symbiosis.sharing import Layer, Remote, SharedInputs, owned
+from symbiosis.rows import flat, owned
+from symbiosis.sharing import Layer, Remote, SharedInputs
 from symbiosis.unchanged import Unchanged
 
 
@@ -37,13 +38,13 @@ class _Transposed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, remote: Remote, name: str) -> torch.Tensor:
         ctx.remote, ctx.name = remote, name
-        x = remote.call("grad_input", [name], [y.reshape(-1, y.shape[-1])])  # [..., d_out] -> [N, d_in]
+        x = remote.call("grad_input", [name], [flat(y)])  # [..., d_out] -> [N, d_in]
         return owned(x, (*y.shape[:-1], x.shape[1]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        grad_y = ctx.remote.call("forward", [ctx.name], [grad.reshape(-1, grad.shape[-1])])  # -> [N, d_out]
+        grad_y = ctx.remote.call("forward", [ctx.name], [flat(grad)])  # -> [N, d_out]
         return grad_y.view(*grad.shape[:-1], grad_y.shape[1]), None, None
 
 
@@ -95,7 +96,7 @@ class RemoteMixin(nn.Module):
     bias: Any  # a parameter or None
     _shared: SharedInputs
     _values: Unchanged
-    lazy: bool
+    lazy: Laziness
     dtype: torch.dtype
 
     def _stand_for(self, like: nn.Module, layer: Layer, shared: SharedInputs, keep: bool) -> None:
@@ -105,7 +106,7 @@ class RemoteMixin(nn.Module):
         self.__dict__.update({key: value for key, value in like.__dict__.items() if key != "forward"})
         self._parameters = dict(like._parameters)
         # Neither the stand-in's child nor moved, saved or listed with it.
-        self.__dict__.update(layer=layer, original=like if keep else None, _shared=shared, lazy=shared.lazy)
+        self.__dict__.update(layer=layer, original=like if keep else None, _shared=shared, lazy=Laziness(shared.lazy))
         weight: Any = like.weight
         device = "cpu" if weight.device.type == "meta" else weight.device
         flipped = isinstance(self, Conv1D)
@@ -151,18 +152,20 @@ class RemoteMixin(nn.Module):
         return [] if self.bias is None else [("bias", self.bias)]
 
     def _may_defer(self, x: torch.Tensor) -> bool:
-        if self.training or not deferring() or x.is_inference() or not fits(x):
+        if not deferring(training=self.training) or x.is_inference() or not fits(x):
+            return False
+        if self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled():
             return False
         return not self._values.changed(self._biases())
 
     def _defer(self, x: torch.Tensor) -> torch.Tensor:
-        """A result that is looked at for itself, as q is by attention, is not put off again."""
         deferrals, name, width = self._shared.deferrals, (self.layer.name,), self.layer.d_out
-        y = defer(deferrals, Step("linears", name, ()), x, width, looked_at=self._be_eager)
-        return y if self.bias is None else defer(deferrals, Step("bias", name, ()), y, width, looked_at=self._be_eager)
-
-    def _be_eager(self) -> None:
-        self.__dict__["lazy"] = False
+        y = defer(deferrals, Step("linears", name, ()), x, width, looked_at=self.lazy.looked_at)
+        return (
+            y
+            if self.bias is None
+            else defer(deferrals, Step("bias", name, ()), y, width, looked_at=self.lazy.looked_at)
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

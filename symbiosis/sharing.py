@@ -23,7 +23,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from symbiosis.flight.protocol import MAX_MODULES_PER_CALL
-from symbiosis.lazy import Deferrals, Deferred, SegmentRemote, deferring, linears_of, value_of
+from symbiosis.lazy import Deferred, deferring, linears_of, value_of
+from symbiosis.pending import Deferrals, SegmentRemote
+from symbiosis.rows import flat, joined_rows, split_rows
 
 
 class Remote(SegmentRemote, Protocol):
@@ -53,7 +55,7 @@ class _Linears(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.remote, ctx.names, ctx.widths, ctx.shape = remote, names, widths, x.shape
         ctx.set_materialize_grads(False)
-        y = remote.call("forward", names, [x.reshape(-1, x.shape[-1])])  # [..., d_in] -> [N, sum d_out]
+        y = remote.call("forward", names, [flat(x)])  # [..., d_in] -> [N, sum d_out]
         return split_rows(y, widths, x.shape[:-1])
 
     @staticmethod
@@ -64,31 +66,9 @@ class _Linears(torch.autograd.Function):
         asked = [(name, grad) for name, grad in zip(ctx.names, grads, strict=True) if grad is not None]
         if not asked:
             return None, None, None, None
-        flat = [grad.reshape(-1, grad.shape[-1]) for _, grad in asked]  # each [N, d_out_i]
-        grad_output = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
+        grad_output = joined_rows([grad for _, grad in asked])  # [N, sum d_out]
         grad_input = ctx.remote.call("grad_input", [name for name, _ in asked], [grad_output])
         return grad_input.view(ctx.shape), None, None, None
-
-
-def split_rows(y: torch.Tensor, widths: Sequence[int], lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """[N, sum d_out] -> one [*lead, d_out] for each width."""
-    if len(widths) == 1:
-        return (owned(y, (*lead, widths[0])),)
-    # Contiguous like local results, for callers that .view() them.
-    return tuple(owned(part.contiguous(), (*lead, part.shape[1])) for part in y.split(list(widths), dim=1))
-
-
-def owned(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A contiguous tensor in another shape, over the same memory but no view of it.
-
-    Autograd forbids in-place work on views that a Function returns, and local layers allow it.
-    """
-    strides, step = [0] * len(shape), 1
-    for place in range(len(shape) - 1, -1, -1):
-        strides[place] = step
-        step *= max(1, shape[place])
-    fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tuple(strides))
 
 
 class Moment(NamedTuple):
@@ -188,8 +168,8 @@ class SharedInputs(threading.local):
     def _fetch(self, layers: Sequence[Layer], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         names, widths = tuple(layer.name for layer in layers), tuple(layer.d_out for layer in layers)
         if isinstance(x, Deferred):
-            if x.node.value is None and deferring():
-                return split_rows(linears_of(x, names), widths, x.shape[:-1])
+            if x.is_pending:
+                return linears_of(x, names, widths)
             x = value_of(x)
         if deferring():
             self.deferrals.saw(x)

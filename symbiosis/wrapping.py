@@ -29,6 +29,7 @@ from symbiosis.block import RemoteBlock, RemoteExperts
 from symbiosis.errors import ConfigError, ModelMismatchError, UnsupportedMethodError
 from symbiosis.flight.fingerprint import hash_tensors
 from symbiosis.flight.protocol import DTYPES, TAGS, Manifest, ModuleInfo
+from symbiosis.lazy import Laziness
 from symbiosis.norm import RemoteNorm
 from symbiosis.plan import Entry, Granularity, Place, Plan
 from symbiosis.remote import RemoteMixin, stand_in_class
@@ -382,7 +383,7 @@ def _stand_in(original: Any, entry: Entry, plan: Plan, widths: Collection[int]) 
     # What cannot be part of a residual stream is looked at, and the client's own bias is not the server's.
     joins = entry.info is not None and entry.info.d_out in widths
     if not joins or not (original.bias is None or (entry.info and _agrees([original.bias], entry.info.bias))):
-        stand_in.lazy = False
+        stand_in.lazy = Laziness(ever=False)
     return stand_in
 
 

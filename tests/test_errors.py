@@ -27,6 +27,7 @@ TREE: dict[type[SymbiosisError], tuple[str, type[BaseException], bool]] = {
     errors.ModelMismatchError: ("MODEL_MISMATCH", ValueError, False),
     errors.UnknownModuleError: ("UNKNOWN_MODULE", LookupError, False),
     errors.InvalidInputError: ("INVALID_INPUT", ValueError, False),
+    errors.NeedInputError: ("NEED_INPUT", LookupError, False),
     errors.MessageTooLargeError: ("MESSAGE_TOO_LARGE", ValueError, False),
     errors.ServerBusyError: ("SERVER_BUSY", RuntimeError, True),
     errors.QuotaExceededError: ("QUOTA_EXCEEDED", RuntimeError, True),

@@ -67,10 +67,11 @@ class BaseModel:
         self.tokenizer = tokenizer
         self.generation_config: Any = getattr(model, "generation_config", None)
         frozen = _share_frozen(model)
-        gemm.use_in(frozen)
         width = token_width(self.config)
         self._tied = tied_weights(frozen)
         self.linears = dict(find_linears(frozen))
+        for linear_name, linear in self.linears.items():
+            gemm.use_in(frozen.get_submodule(linear_name), linear.weight)
         self.experts = dict(find_experts(frozen, width))
         self.blocks = dict(find_blocks(frozen, width, self._tied))
         self.norms = dict(find_norms(frozen, width))

@@ -28,6 +28,7 @@ from symbiosis.flight import segment
 from symbiosis.flight.base_model import BaseModel
 from symbiosis.flight.protocol import Step
 from symbiosis.flight.scheduler import Batch, Key, Scheduler, Task
+from symbiosis.flight.soft_cache import Kept, SoftCache
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Executor:
         scheduler: where batches come from.
         threads: CPU threads per product; 0 leaves PyTorch's choice.
         observe: called after each batch with (batch, seconds computed); must be quick.
+        soft_cache: keeps what forwards computed for the gradients that follow.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class Executor:
         scheduler: Scheduler,
         threads: int = 0,
         observe: Callable[[Batch, float], None] | None = None,
+        soft_cache: SoftCache | None = None,
     ) -> None:
         self._base = base
         self._scheduler = scheduler
         self._threads = threads
+        self._soft_cache = soft_cache or SoftCache(0)
         self._observe = observe or (lambda batch, seconds: None)
         self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._loop, name="symbiosis-executor", daemon=True)
@@ -133,25 +137,30 @@ class Executor:
         inputs = [torch.cat(c) if len(c) > 1 else c[0] for c in columns]
         key, tokens = tasks[0].key, [task.tokens for task in tasks]
         limit = self._scheduler.slice_tokens(key)
+        keep = any(task.keep is not None for task in tasks)
         try:
-            outputs, elsewhere_s = self._sliced(key, inputs, limit or sum(tokens))
+            results, elsewhere_s = self._sliced(key, inputs, limit or sum(tokens), keep)
         except (torch.OutOfMemoryError, MemoryError):
             logger.warning("%d tokens of %s do not fit in memory, trying halves", sum(tokens), key.op)
-            outputs, elsewhere_s = self._sliced(key, inputs, -(-min(limit or sum(tokens), sum(tokens)) // 2))
+            results, elsewhere_s = self._sliced(key, inputs, -(-min(limit or sum(tokens), sum(tokens)) // 2), keep)
+        outputs = results[: len(key.outputs)] if keep else results
+        if keep:
+            self._keep(tasks, inputs, results[len(key.outputs) :])
         parts = zip(*(output.split(tokens) for output in outputs), strict=True)
         return [list(part) for part in parts], time.perf_counter() - started_s - elsewhere_s
 
-    def _sliced(self, key: Key, inputs: list[torch.Tensor], limit: int) -> tuple[list[torch.Tensor], float]:
-        """Outputs [N, d] on the CPU, computed `limit` rows at a time; and seconds spent on small requests."""
+    def _sliced(self, key: Key, inputs: list[torch.Tensor], limit: int, keep: bool) -> tuple[list[torch.Tensor], float]:
+        """What `_operate` gives, computed `limit` rows at a time; and seconds spent on small requests."""
         if inputs[0].shape[0] <= limit:
-            return self._operate(key, inputs), 0.0
+            return self._operate(key, inputs, keep), 0.0
         slices: list[list[torch.Tensor]] = []
         elsewhere_s = 0.0
         for rows in zip(*(tensor.split(limit) for tensor in inputs), strict=True):
             if slices:
                 elsewhere_s += self._let_small_ones_pass()
-            slices.append(self._operate(key, list(rows)))
-        return [torch.cat(column) for column in zip(*slices, strict=True)], elsewhere_s
+            slices.append(self._operate(key, list(rows), keep))
+        # Not strict: where one slice had no products to keep, none are.
+        return [torch.cat(column) for column in zip(*slices, strict=False)], elsewhere_s
 
     def _let_small_ones_pass(self) -> float:
         started_s = time.perf_counter()
@@ -162,13 +171,35 @@ class Executor:
                 self._give_up(batch, error)
         return time.perf_counter() - started_s
 
-    def _operate(self, key: Key, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _operate(self, key: Key, inputs: list[torch.Tensor], keep: bool) -> list[torch.Tensor]:
+        """Outputs [N, d] on the CPU, in the dtype of the input; then the products to keep of a segment, as they are."""
         loaded = [self._load(tensor) for tensor in inputs]
-        if key.op == "segment":
-            outputs = segment.run(self._base, cast("tuple[Step, ...]", key.steps), key.outputs, loaded)
+        products: list[torch.Tensor] = []
+        if key.op == "segment_grad":
+            outputs = self._run_segment_grad(key, loaded)
+        elif key.op == "segment" and keep:
+            outputs, products = segment.run_and_keep(self._base, _steps(key), key.outputs, loaded)
+        elif key.op == "segment":
+            outputs = segment.run(self._base, _steps(key), key.outputs, loaded)
         else:
             outputs = [self._base.run(key.op, key.modules, loaded)]
-        return [output.to(device="cpu", dtype=inputs[0].dtype) for output in outputs]
+        return [*(output.to(device="cpu", dtype=inputs[0].dtype) for output in outputs), *products]
+
+    def _keep(self, tasks: list[Task], inputs: list[torch.Tensor], products: list[torch.Tensor]) -> None:
+        """Keep each task's rows for the gradient that it announced."""
+        tokens = [task.tokens for task in tasks]
+        columns = [rows.split(tokens) for rows in (*map(self._load, inputs), *products)]
+        for task, rows in zip(tasks, zip(*columns, strict=True), strict=True):
+            if task.keep is not None:
+                # Rows of a shared batch would keep all of it alive.
+                own = rows if len(tasks) == 1 else tuple(part.clone() for part in rows)
+                self._soft_cache.put(task.keep, Kept(_steps(task.key), own[: len(inputs)], own[len(inputs) :]))
+
+    def _run_segment_grad(self, key: Key, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors are the gradients, then the segment's inputs, then products that were kept."""
+        first, last = len(key.outputs), len(tensors) - key.products
+        grads, inputs, products = tensors[:first], tensors[first:last], tensors[last:]
+        return segment.grad(self._base, _steps(key), key.outputs, key.wrt, grads, inputs, products)
 
     def _load(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.float64 if tensor.dtype == torch.float64 else self._base.dtype
@@ -184,6 +215,10 @@ class Executor:
             DeadlineExceededError(f"call waited {now_s - task.enqueued_s:.3f} s in the queue, past its deadline")
         )
         return False
+
+
+def _steps(key: Key) -> tuple[Step, ...]:
+    return cast("tuple[Step, ...]", key.steps)
 
 
 def _as_ours(error: Exception) -> SymbiosisError:

@@ -10,12 +10,13 @@ docs/performance.md). Up to a few tokens the loop wins, since it reads half the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 FEW_TOKENS = 4  # up to here a bfloat16 product in the plain loop beats casting the weight
 
@@ -51,37 +52,106 @@ def grad_input(grad_output: torch.Tensor, weights: Sequence[torch.Tensor]) -> to
     return total.to(grad_output.dtype)
 
 
+class Tape:
+    """Products in the order in which they are computed: recorded in a forward, and played when it is repeated.
+
+    A gradient needs what lies between the products, which is cheap, again; the products themselves are not.
+
+    Args:
+        tokens: rows of a product that belongs to all tokens; others, as those of single experts, cannot be told apart.
+        products: what was recorded, to be played; None to record.
+    """
+
+    def __init__(self, tokens: int, products: Sequence[torch.Tensor] | None = None) -> None:
+        self._tokens = tokens
+        self._played = None if products is None else iter(products)
+        self._recorded: list[tuple[torch.Tensor, torch.Tensor]] = []  # [N, d], and as it was handed out
+        self._whole = True
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Products of this thread go by the tape."""
+        token = _tape.set(self)
+        try:
+            yield
+        finally:
+            _tape.reset(token)
+
+    def product(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[..., d_in] -> [..., sum d_out]"""
+        y = next(self._played) if self._played is not None else forward(x.reshape(-1, x.shape[-1]), weights)
+        shaped = _shaped(y, x)
+        if self._played is None:
+            self._whole &= y.shape[0] == self._tokens
+            self._recorded.append((y, shaped))
+        return shaped
+
+    def recorded(self) -> list[torch.Tensor] | None:
+        """The products, each [tokens, d]; None if they would not repeat the forward, row by row."""
+        unchanged = all(shaped._version == 0 for _, shaped in self._recorded)
+        return [y for y, _ in self._recorded] if self._whole and unchanged else None
+
+
+def _shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[N, d] in the shape of x. No view, for activations that work in place, as they may on what nn.Linear gives."""
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))  # type: ignore[no-any-return]
+
+
+_tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
+
+
 class _Product(torch.autograd.Function):
-    """forward and grad_input as one differentiable operation; the weight gets no gradient."""
+    """forward and grad_input as one differentiable operation; the weights get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight
-        return forward(x.reshape(-1, x.shape[-1]), [weight]).view(*x.shape[:-1], weight.shape[0])
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.weights = weights
+        tape = _tape.get()
+        return tape.product(x, weights) if tape else _shaped(forward(x.reshape(-1, x.shape[-1]), weights), x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        flat = grad_input(grad.reshape(-1, grad.shape[-1]), [ctx.weight])
-        return flat.view(*grad.shape[:-1], ctx.weight.shape[1]), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        flat = grad_input(grad.reshape(-1, grad.shape[-1]), ctx.weights)
+        return flat.view(*grad.shape[:-1], flat.shape[1]), *[None for _ in ctx.weights]
 
 
-def use_in(module: nn.Module) -> None:
-    """Let the linears inside a frozen module use these products, where the machine's own are slow."""
-    for child in module.modules():
-        if type(child) is nn.Linear and not multiplies_natively(child.weight.dtype, child.weight.device):
-            child.__dict__["forward"] = _Forward(child)
+class _Unneeded(torch.autograd.Function):
+    """A product of which only the gradient is asked."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.weights = weights
+        return x.new_empty(1, 1).expand(x.shape[0], sum(weight.shape[0] for weight in weights))
+
+    backward = _Product.backward
+
+
+def product(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As `forward`, and differentiable."""
+    return _Product.apply(x, *weights)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def unneeded(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A stand-in for a product of which only the gradient is asked."""
+    return _Unneeded.apply(x, *weights)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def use_in(layer: nn.Module, weight: torch.Tensor) -> None:
+    """Let a frozen linear inside a block use these products; weight [d_out, d_in], whatever the layer's own layout."""
+    layer.__dict__["forward"] = _Forward(layer, weight)
 
 
 class _Forward:
-    """Replaces the forward of a frozen nn.Linear on its instance."""
+    """Replaces the forward of a frozen linear on its instance."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        self._linear = linear
+    def __init__(self, layer: nn.Module, weight: torch.Tensor) -> None:
+        self._layer = layer
+        self._weight = weight
+        self._own_forward = type(layer).forward
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        linear = self._linear
-        if x.dtype != linear.weight.dtype:
-            return functional.linear(x, linear.weight, linear.bias)
-        y: torch.Tensor = _Product.apply(x, linear.weight)  # type: ignore[no-untyped-call]
-        bias: torch.Tensor | None = linear.bias
+        if x.dtype != self._weight.dtype:
+            return self._own_forward(self._layer, x)  # type: ignore[no-any-return]
+        y = product(x, [self._weight])
+        bias: Any = self._layer.bias
         return y if bias is None else y + bias

@@ -23,7 +23,8 @@ MAX_HEADER_BYTES = 65_536
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_MODULES_PER_CALL = 16
 MAX_NAME_CHARS = 512
-MAX_TENSORS = 4
+MAX_TENSORS = 8  # a gradient of a segment: its inputs, and as many gradients as it has outputs
+MAX_OUTPUTS = 4
 MAX_STEPS = 32
 MAX_MESSAGE_BYTES = 1 << 30  # hard ceiling: gRPC stops at 2 GiB
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
@@ -54,7 +55,7 @@ STORED_TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in STORED_DTYPE
 FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
-Op = Literal["forward", "grad_input", "segment"]
+Op = Literal["forward", "grad_input", "segment", "segment_grad"]
 CallId = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Dim = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Shape = Annotated[list[Dim], Meta(min_length=1, max_length=2)]
@@ -104,7 +105,10 @@ class Request(Header, frozen=True, tag="request"):
     tensors: Annotated[list[TensorSpec], Meta(min_length=1, max_length=MAX_TENSORS)]
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)]
     steps: Annotated[tuple[Step, ...], Meta(max_length=MAX_STEPS)] = ()
-    outputs: Annotated[tuple[int, ...], Meta(max_length=MAX_TENSORS)] = ()
+    outputs: Annotated[tuple[int, ...], Meta(max_length=MAX_OUTPUTS)] = ()
+    wrt: Annotated[tuple[int, ...], Meta(max_length=MAX_OUTPUTS)] = ()
+    keep: bool = False
+    kept: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     seed: Annotated[bytes, Meta(min_length=SEED_BYTES, max_length=SEED_BYTES)] | None = None
 
 

@@ -40,6 +40,15 @@ class Key(NamedTuple):
     dtype: str
     steps: tuple[Hashable, ...] = ()
     outputs: tuple[int, ...] = ()
+    wrt: tuple[int, ...] = ()
+    products: int = 0  # how many of a gradient's tensors are products that were kept
+
+
+class CallKey(NamedTuple):
+    """One call of one connection."""
+
+    connection: str
+    call_id: int
 
 
 @dataclass(eq=False)
@@ -47,7 +56,8 @@ class Task:
     """One request, decoded and checked, and the future of its result.
 
     `deadline_s` is a reading of the scheduler's clock; `client` names one loop of calls, `tenant` whose it is (empty
-    where the server asks for no tokens); `held_s` is how long it waited while the device was free.
+    where the server asks for no tokens); `keep` is the name under which to keep what is computed on the way, None to
+    keep nothing; `held_s` is how long it waited while the device was free.
     """
 
     key: Key
@@ -56,6 +66,7 @@ class Task:
     tensors: list[Any]
     client: str = ""
     tenant: str = ""
+    keep: CallKey | None = None
     enqueued_s: float = 0.0
     deadline_s: float = float("inf")
     busy_mark_s: float = 0.0

@@ -36,6 +36,7 @@ from symbiosis.flight.executor import Executor
 from symbiosis.flight.ledger import Ledger
 from symbiosis.flight.scheduler import Batch, Scheduler
 from symbiosis.flight.service import Service
+from symbiosis.flight.soft_cache import SoftCache
 from symbiosis.flight.streams import Streams
 from symbiosis.flight.tokens import TokenBook
 
@@ -67,7 +68,8 @@ class Server:
             max_queue_tokens=options.max_queue_tokens,
             max_wait_s=options.max_wait_us / 1e6,
         )
-        self._executor = Executor(base, self._scheduler, options.threads, self._counters.observe)
+        self._soft_cache = SoftCache(options.soft_cache_bytes)
+        self._executor = Executor(base, self._scheduler, options.threads, self._counters.observe, self._soft_cache)
         self._streams = Streams(options.max_streams_per_client, options.idle_timeout_s, options.write_timeout_s)
         self._draining = False
         self._manifest = self._describe()
@@ -177,9 +179,17 @@ class Server:
         try:
             _refuse_taken(self.options.host, self.options.port)
             limit = self.options.max_message_bytes
-            return Service(
-                location, self.base, self._scheduler, actions, limit, self.identity, self.ledger, self._streams
+            parts = (
+                self.base,
+                self._scheduler,
+                actions,
+                limit,
+                self._soft_cache,
+                self.identity,
+                self.ledger,
+                self._streams,
             )
+            return Service(location, *parts)
         except (fl.FlightError, OSError) as error:
             self.ledger.close()
             raise ConfigError(

@@ -22,6 +22,7 @@ from symbiosis.errors import (
     InvalidInputError,
     MessageTooLargeError,
     ModelMismatchError,
+    NeedInputError,
     ProtocolError,
     ProtocolVersionError,
     RemoteComputeError,
@@ -33,7 +34,8 @@ from symbiosis.flight.base_model import BaseModel
 from symbiosis.flight.executor import Result
 from symbiosis.flight.ledger import Ledger, Party
 from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request, TensorSpec, Ticket
-from symbiosis.flight.scheduler import Key, Scheduler, Task
+from symbiosis.flight.scheduler import CallKey, Key, Scheduler, Task
+from symbiosis.flight.soft_cache import Kept, SoftCache
 from symbiosis.flight.streams import Streams
 from symbiosis.privacy.draws import DOUBLE, SINGLE, draw
 
@@ -55,6 +57,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         scheduler: where calls are submitted.
         actions: name -> function without arguments that returns the header to answer with.
         max_message_bytes: limit of one message in either direction.
+        soft_cache: what the executor kept of earlier calls.
         identity: certificate and key for TLS; None serves in the clear.
         ledger: who may do what, and what was done; None lets everybody do all.
         streams: counts and limits what clients hold open; None limits nothing.
@@ -67,11 +70,13 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         scheduler: Scheduler,
         actions: dict[str, Callable[[], protocol.Header]],
         max_message_bytes: int,
+        soft_cache: SoftCache,
         identity: Identity | None = None,
         ledger: Ledger | None = None,
         streams: Streams | None = None,
     ) -> None:
         self._base = base
+        self._soft_cache = soft_cache
         self._fingerprint = base.fingerprint
         self._scheduler = scheduler
         self._actions = actions
@@ -192,15 +197,18 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         shapes = [spec.shape for spec in specs]
         if any(spec.dtype != specs[0].dtype for spec in specs) or any(len(shape) != 2 for shape in shapes):
             raise ProtocolError(f"tensors {specs} of one request must all have one dtype and two dimensions")
-        self._check_size(specs, self._check(request, shapes))
+        kept = self._kept(request, party.name)
+        self._check_size(specs, self._check(request, [*shapes, *(list(tensor.shape) for tensor in kept.inputs)]))
         tensors = protocol.decode_body(batch, specs) if request.seed is None else self._drawn(request, batch)
+        tensors = [*tensors, *kept.inputs, *kept.products]
         return Task(
-            key=Key(request.op, tuple(request.modules), specs[0].dtype, request.steps, request.outputs),
+            key=self._key(request, specs[0].dtype, len(kept.products)),
             tokens=shapes[0][0],
             nbytes=sum(tensor.nbytes for tensor in tensors),
             tensors=tensors,
             client=party.name,
             tenant=party.tenant,
+            keep=CallKey(party.name, request.id) if request.keep else None,
             enqueued_s=received_s,
             deadline_s=received_s + request.deadline_ms / 1e3,
         )
@@ -217,12 +225,32 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         rows, width = request.tensors[0].shape
         return [draw(request.seed, rows, width, grid)]
 
+    @staticmethod
+    def _key(request: Request, dtype: str, products: int) -> Key:
+        return Key(request.op, tuple(request.modules), dtype, request.steps, request.outputs, request.wrt, products)
+
+    def _kept(self, request: Request, client: str) -> Kept:
+        """What was kept of the call whose gradient a request asks for; empty if it does not refer to one."""
+        if not request.kept:
+            return Kept()
+        kept = self._soft_cache.take(CallKey(client, request.kept))
+        if kept is None or kept.steps != request.steps:
+            raise NeedInputError(f"what call {request.kept} computed is not kept any more; send its inputs again")
+        return kept
+
     def _check(self, request: Request, shapes: list[list[int]]) -> int:
         """Check a request against the model; the width of its reply."""
+        if request.op != "segment_grad" and (request.wrt or request.kept):
+            raise ProtocolError(f"{request.op} asks for no gradients, so takes neither wrt nor kept")
         if request.op == "segment":
             if request.tensors[0].dtype == "F64":
                 raise InvalidInputError("F64 is for linears only")
             return segment.check(self._base, request.steps, request.outputs, shapes)
+        if request.op == "segment_grad":
+            given, inputs = shapes[: len(request.outputs)], shapes[len(request.outputs) :]
+            if not inputs:
+                raise ProtocolError(f"a gradient of {len(request.outputs)} outputs came with {len(given)} tensors")
+            return segment.check_grad(self._base, request.steps, request.outputs, request.wrt, given, inputs)
         if request.steps or request.outputs or not request.modules:
             raise ProtocolError(f"{request.op} takes modules, and neither steps nor outputs")
         if request.tensors[0].dtype == "F64" and any(name not in self._base.linears for name in request.modules):

@@ -31,7 +31,7 @@ from symbiosis.tables import html_table
 
 if TYPE_CHECKING:
     from symbiosis.config import Masking
-    from symbiosis.flight.protocol import Manifest, ModuleInfo, Step
+    from symbiosis.flight.protocol import Manifest, ModuleInfo
     from symbiosis.sharing import Remote
 
 GRIDS = {"double": DOUBLE, "single": SINGLE}
@@ -99,7 +99,10 @@ class MaskedRemote:
         y[lost] = torch.nan
         return y.to(tensors[0])
 
-    def segment(self, steps: Sequence[Step], outputs: Sequence[int], tensors: Sequence[torch.Tensor]) -> NoReturn:
+    def segment(self, *_: object) -> NoReturn:
+        raise UnsupportedMethodError("segments are not linear and cannot be masked; wrap with granularity='linear'")
+
+    def segment_grad(self, *_: object) -> NoReturn:
         raise UnsupportedMethodError("segments are not linear and cannot be masked; wrap with granularity='linear'")
 
     def weight_norms(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:

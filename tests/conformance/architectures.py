@@ -48,24 +48,24 @@ def causal(
 
 fused = lora("query_key_value")
 DECODERS = (
-    causal("Llama", "Llama", (17, 4), **DECODER, **UNTIED),
-    causal("Llama, tied head", "Llama", (15, 3), **WIDE, tie_word_embeddings=True),
-    causal("Llama, biases", "Llama", (17, 4), **DECODER, **UNTIED, attention_bias=True, mlp_bias=True),
-    causal("Mistral", "Mistral", (17, 4), **DECODER, **UNTIED, **WINDOW),
+    causal("Llama", "Llama", (7, 4), **DECODER, **UNTIED),
+    causal("Llama, tied head", "Llama", (5, 3), **WIDE, tie_word_embeddings=True),
+    causal("Llama, biases", "Llama", (7, 4), **DECODER, **UNTIED, attention_bias=True, mlp_bias=True),
+    causal("Mistral", "Mistral", (7, 4), **DECODER, **UNTIED, **WINDOW),
     causal("Ministral", "Ministral", (17, 4), row=SLOW, **WIDE, **UNTIED, **WINDOW),
-    causal("Qwen2", "Qwen2", (15, 3), **DECODER, tie_word_embeddings=True),
-    causal("Qwen3", "Qwen3", (15, 3), **WIDE, tie_word_embeddings=True),
-    causal("Gemma", "Gemma", (15, 3), **WIDE),
-    causal("Gemma 2", "Gemma2", (15, 3), **WIDE, **WINDOW),
-    causal("Gemma 3, text", "Gemma3", (15, 3), **WIDE, **WINDOW, layer_types=["sliding_attention", "full_attention"]),
-    causal("Phi", "Phi", (14, 4), **DECODER, **UNTIED),
-    causal("Phi-3", "Phi3", (17, 4), lora("qkv_proj"), **DECODER, **UNTIED),
-    Row("GPT-2", tiny("GPT2LMHeadModel", **GPT), lora("c_attn", fan_in_fan_out=True), calls=(15, 3)),
+    causal("Qwen2", "Qwen2", (5, 3), **DECODER, tie_word_embeddings=True),
+    causal("Qwen3", "Qwen3", (5, 3), **WIDE, tie_word_embeddings=True),
+    causal("Gemma", "Gemma", (5, 3), **WIDE),
+    causal("Gemma 2", "Gemma2", (5, 3), **WIDE, **WINDOW),
+    causal("Gemma 3, text", "Gemma3", (5, 3), **WIDE, **WINDOW, layer_types=["sliding_attention", "full_attention"]),
+    causal("Phi", "Phi", (7, 4), **DECODER, **UNTIED),
+    causal("Phi-3", "Phi3", (7, 4), lora("qkv_proj"), **DECODER, **UNTIED),
+    Row("GPT-2", tiny("GPT2LMHeadModel", **GPT), lora("c_attn", fan_in_fan_out=True), calls=(5, 3)),
     causal("GPTBigCode", "GPTBigCode", (15, 3), lora("c_attn"), row=SLOW, **GPT),
     causal(
         "GPT-Neo",
         "GPTNeo",
-        (15, 3),
+        (5, 3),
         **SHARED,
         **LOUD,
         hidden_size=32,
@@ -75,8 +75,8 @@ DECODERS = (
         attention_types=[[["global", "local"], 1]],
         window_size=4,
     ),
-    causal("GPT-NeoX", "GPTNeoX", (14, 4), fused, **HEADS, **UNTIED),
-    causal("GPT-J", "GPTJ", (14, 4), **GPT, rotary_dim=4, **UNTIED),
+    causal("GPT-NeoX", "GPTNeoX", (7, 4), fused, **HEADS, **UNTIED),
+    causal("GPT-J", "GPTJ", (7, 4), **GPT, rotary_dim=4, **UNTIED),
     causal("CodeGen", "CodeGen", (14, 4), lora("qkv_proj"), row=SLOW, **GPT, n_ctx=64, rotary_dim=4, **UNTIED),
     causal("OPT", "OPT", (15, 8), **OPT, word_embed_proj_dim=32),
     causal(
@@ -113,24 +113,24 @@ DECODERS = (
         num_kv_heads=2,
         new_decoder_architecture=True,
     ),
-    causal("BLOOM", "Bloom", (15, 5), fused, vocab_size=96, hidden_size=32, n_layer=2, n_head=4, **SPECIAL, **LOUD),
+    causal("BLOOM", "Bloom", (9, 5), fused, vocab_size=96, hidden_size=32, n_layer=2, n_head=4, **SPECIAL, **LOUD),
     causal(
         "Granite",
         "Granite",
-        (17, 4),
+        (7, 4),
         **DECODER,
         attention_multiplier=0.5,
         residual_multiplier=0.5,
         embedding_multiplier=2.0,
         logits_scaling=2.0,
     ),
-    causal("SmolLM3", "SmolLM3", (15, 3), **DECODER, no_rope_layers=[1, 0]),
+    causal("SmolLM3", "SmolLM3", (5, 3), **DECODER, no_rope_layers=[1, 0]),
     causal("OLMo", "Olmo", (17, 4), row=SLOW, **DECODER, **UNTIED),
-    causal("OLMo 2", "Olmo2", (17, 4), **DECODER, **UNTIED),
+    causal("OLMo 2", "Olmo2", (7, 4), **DECODER, **UNTIED),
     causal("OLMo 3", "Olmo3", (17, 4), row=SLOW, **DECODER, **UNTIED, **WINDOW),
-    causal("Cohere", "Cohere", (12, 3), **DECODER),
+    causal("Cohere", "Cohere", (5, 3), **DECODER),
     causal("Cohere 2", "Cohere2", (12, 3), row=SLOW, **DECODER, **WINDOW),
-    causal("StableLM", "StableLm", (17, 4), **DECODER, **UNTIED),
+    causal("StableLM", "StableLm", (7, 4), **DECODER, **UNTIED),
     causal(
         "StableLM, parallel",
         "StableLm",
@@ -142,10 +142,10 @@ DECODERS = (
         qk_layernorm=True,
     ),
     causal(
-        "MPT", "Mpt", (15, 5), lora("Wqkv"), vocab_size=96, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, **LOUD
+        "MPT", "Mpt", (9, 5), lora("Wqkv"), vocab_size=96, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, **LOUD
     ),
-    causal("StarCoder2", "Starcoder2", (15, 3), **DECODER, **WINDOW),
-    causal("Nemotron", "Nemotron", (17, 4), **DECODER, **UNTIED),
+    causal("StarCoder2", "Starcoder2", (5, 3), **DECODER, **WINDOW),
+    causal("Nemotron", "Nemotron", (7, 4), **DECODER, **UNTIED),
     causal("GLM-4", "Glm4", (17, 4), row=SLOW, **HEADED, **UNTIED),
     causal("EXAONE 4", "Exaone4", (17, 4), row=SLOW, **DECODER, **UNTIED, **WINDOW),
     causal("Seed-OSS", "SeedOss", (17, 4), row=SLOW, **WIDE, **UNTIED),
@@ -160,7 +160,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 GATE = {"local": {"model.layers.*.mlp.gate": "weight: no linear"}}
 MOE = (
-    causal("Mixtral", "Mixtral", (13, 4), row=GATE, **DECODER, **UNTIED, **LOCAL),
+    causal("Mixtral", "Mixtral", (7, 4), row=GATE, **DECODER, **UNTIED, **LOCAL),
     causal(
         "Mixtral, router logits and loss",
         "Mixtral",
@@ -171,11 +171,11 @@ MOE = (
         **LOCAL,
         output_router_logits=True,
     ),
-    causal("Qwen3-MoE", "Qwen3Moe", (13, 4), row=GATE, **WIDE, **UNTIED, **EXPERTS),
+    causal("Qwen3-MoE", "Qwen3Moe", (7, 4), row=GATE, **WIDE, **UNTIED, **EXPERTS),
     causal(
-        "Qwen2-MoE", "Qwen2Moe", (13, 4), row=GATE, **DECODER, **UNTIED, **EXPERTS, shared_expert_intermediate_size=40
+        "Qwen2-MoE", "Qwen2Moe", (7, 4), row=GATE, **DECODER, **UNTIED, **EXPERTS, shared_expert_intermediate_size=40
     ),
-    causal("OLMoE", "Olmoe", (13, 4), row=GATE, **DECODER, **UNTIED, num_experts=4, num_experts_per_tok=2),
+    causal("OLMoE", "Olmoe", (7, 4), row=GATE, **DECODER, **UNTIED, num_experts=4, num_experts_per_tok=2),
     causal(
         "Phi-3.5-MoE",
         "Phimoe",
@@ -199,7 +199,7 @@ MOE = (
     causal(
         "DeepSeek-V3",
         "DeepseekV3",
-        (24, 8),
+        (13, 8),
         lora("q_b_proj", "kv_b_proj"),
         row=GATE,
         **HEADS,
@@ -290,7 +290,7 @@ STATE_SPACE = (
     causal(
         "Jamba",
         "Jamba",
-        (12, 6),
+        (8, 6),
         row=convolution(
             "model.layers.*.mamba.conv1d",
             **{"model.layers.*.mamba": "A_log: no linear", "model.layers.*.feed_forward.router": "weight: no linear"},
@@ -306,7 +306,7 @@ STATE_SPACE = (
     causal(
         "Zamba",
         "Zamba",
-        (31, 11),
+        (19, 11),
         row=zamba("x_proj_weight, dt_proj_weight, dt_proj_bias, A_log, D"),
         **ZAMBA,
         n_mamba_heads=2,
@@ -372,7 +372,7 @@ STATE_SPACE = (
     causal(
         "Qwen3-Next",
         "Qwen3Next",
-        (10, 4),
+        (6, 4),
         row=convolution("model.layers.*.linear_attn.conv1d", **GATE["local"]),
         **WIDE,
         **UNTIED,
@@ -383,7 +383,7 @@ STATE_SPACE = (
     causal(
         "LFM2",
         "Lfm2",
-        (10, 3),
+        (4, 3),
         row=convolution("model.layers.*.conv.conv"),
         **DECODER,
         layer_types=["conv", "full_attention"],

@@ -31,14 +31,14 @@ def encoder(
 
 
 ENCODERS = (
-    encoder("BERT", "BertForMaskedLM", (17, 5), **BERT),
-    encoder("RoBERTa", "RobertaForMaskedLM", (17, 5), **ROBERTA),
+    encoder("BERT", "BertForMaskedLM", (9, 5), **BERT),
+    encoder("RoBERTa", "RobertaForMaskedLM", (9, 5), **ROBERTA),
     encoder("XLM-RoBERTa", "XLMRobertaForMaskedLM", (17, 5), row=SLOW, **ROBERTA),
-    encoder("DistilBERT", "DistilBertForMaskedLM", (17, 3), lora("q_lin", "v_lin"), **DISTIL, **LOUD),
+    encoder("DistilBERT", "DistilBertForMaskedLM", (5, 3), lora("q_lin", "v_lin"), **DISTIL, **LOUD),
     encoder(
         "ModernBERT",
         "ModernBertForMaskedLM",
-        (17, 3),
+        (5, 3),
         lora("Wqkv"),
         **BERT,
         global_attn_every_n_layers=2,
@@ -46,13 +46,13 @@ ENCODERS = (
         cls_token_id=1,
         sep_token_id=2,
     ),
-    encoder("ELECTRA, discriminator", "ElectraForPreTraining", (20, 7), **BERT, embedding_size=24),
+    encoder("ELECTRA, discriminator", "ElectraForPreTraining", (12, 7), **BERT, embedding_size=24),
     encoder("ELECTRA, generator", "ElectraForMaskedLM", (18, 6), row=SLOW, **BERT, embedding_size=24),
-    encoder("ALBERT", "AlbertForMaskedLM", (18, 6), **BERT, embedding_size=24),
+    encoder("ALBERT", "AlbertForMaskedLM", (10, 6), **BERT, embedding_size=24),
     encoder(
         "DeBERTa-v3",
         "DebertaV2ForMaskedLM",
-        (19, 7),
+        (11, 7),
         lora("query_proj", "value_proj"),
         **BERT,
         relative_attention=True,
@@ -111,7 +111,7 @@ HEADS = (
         tuned("SEQ_CLS", "q_proj", "v_proj"),
         with_head("LlamaForSequenceClassification", num_labels=3),
         labelled(0, 2),
-        calls=(15, 3),
+        calls=(5, 3),
         local={"score": "not served"},
         **TWO,
     ),
@@ -121,7 +121,7 @@ HEADS = (
         tuned("SEQ_CLS", "query", "value"),
         with_head("BertForSequenceClassification", num_labels=3),
         labelled(0, 2),
-        calls=(15, 5),
+        calls=(9, 5),
         local={"bert.pooler.dense": "not served", "classifier": "not served"},
         **TWO,
     ),
@@ -131,7 +131,7 @@ HEADS = (
         tuned("TOKEN_CLS", "q_lin", "v_lin"),
         with_head("DistilBertForTokenClassification", num_labels=3),
         TOKEN_LABELS,
-        calls=(15, 3),
+        calls=(5, 3),
         local={"classifier": "not served"},
         **TWO,
     ),
@@ -144,7 +144,7 @@ HEADS = (
         no_gradient=(
             "modules_to_save.default.bias",
         ),  # a constant for all positions of a softmax: zero but for rounding
-        calls=(15, 5),
+        calls=(9, 5),
         local={"qa_outputs": "not served"},
         **TWO,
     ),
@@ -154,7 +154,7 @@ HEADS = (
         tuned("SEQ_CLS", "query", "value"),
         None,
         labelled(0, 2),
-        calls=(17, 6),
+        calls=(11, 6),
         orders=("peft first",),
         prompt=None,
     ),
@@ -180,7 +180,7 @@ BART = {
     **SPECIAL, "decoder_start_token_id": 1, "forced_eos_token_id": None, "init_std": 0.15,
 }  # fmt: skip
 ENCODER_DECODERS = (
-    Row("T5", tiny("T5ForConditionalGeneration", **T5), lora("q", "v"), calls=(42, 12)),
+    Row("T5", tiny("T5ForConditionalGeneration", **T5), lora("q", "v"), calls=(22, 12)),
     Row(
         "T5 1.1, FLAN-T5",
         tiny("T5ForConditionalGeneration", **T5, feed_forward_proj="gated-gelu", **UNTIED),
@@ -189,7 +189,7 @@ ENCODER_DECODERS = (
         slow=True,
     ),
     Row("mT5", tiny("MT5ForConditionalGeneration", **T5), lora("q", "v"), calls=(42, 12), slow=True),
-    Row("BART", tiny("BartForConditionalGeneration", **BART), calls=(42, 13)),
+    Row("BART", tiny("BartForConditionalGeneration", **BART), calls=(24, 13)),
     Row("mBART", tiny("MBartForConditionalGeneration", **BART), calls=(42, 14), slow=True),
     Row("Pegasus", tiny("PegasusForConditionalGeneration", **BART), calls=(42, 14), slow=True),
     Row("Marian", tiny("MarianMTModel", **BART), calls=(42, 13), slow=True),

@@ -298,7 +298,7 @@ class _Comparison:
     def _way(self, order: str, thorough: bool) -> Measured:
         model = make(self.row, self.base, self.connection, order)
         # The first pass learns which layers share calls and what can be put off, the next ones use it.
-        for _ in range(2 if thorough else 1):
+        for _ in range(4 if thorough else 1):
             training_calls = self._counted(lambda: self._same_step(model))
         for _ in range(3 if thorough else 2):
             passing_calls = self._counted(lambda: self._same_outputs(model))

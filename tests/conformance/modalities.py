@@ -41,7 +41,7 @@ VISION = (
     image_row(
         "ViT",
         "ViT",
-        (17, 4),
+        (7, 4),
         patches(
             "vit.embeddings.patch_embeddings.projection",
             **{"vit.embeddings": "cls_token, position_embeddings: no linear"},
@@ -51,7 +51,7 @@ VISION = (
     image_row(
         "DINOv2",
         "Dinov2",
-        (17, 4),
+        (7, 4),
         patches(
             "dinov2.embeddings.patch_embeddings.projection",
             **{"dinov2.embeddings": "cls_token, mask_token, position_embeddings: no linear"},
@@ -68,7 +68,7 @@ VISION = (
     image_row(
         "Swin",
         "Swin",
-        (19, 8),
+        (15, 8),
         patches(
             "swin.embeddings.patch_embeddings.projection",
             **{
@@ -170,8 +170,8 @@ def image_text_row(name: str, build: Any, batch: Any, calls: tuple[int, int], pa
 
 
 MULTIMODAL = (
-    image_text_row("LLaVA", llava, llava_batch, (37, 8), "model.vision_tower.embeddings.patch_embedding"),
-    image_text_row("Qwen2-VL", qwen2_vl, qwen_vl_batch, (25, 9), "model.visual.patch_embed.proj"),
+    image_text_row("LLaVA", llava, llava_batch, (17, 8), "model.vision_tower.embeddings.patch_embedding"),
+    image_text_row("Qwen2-VL", qwen2_vl, qwen_vl_batch, (12, 9), "model.visual.patch_embed.proj"),
     image_text_row(
         "Idefics3, SmolVLM", idefics3, idefics_batch, (35, 8), "model.vision_model.embeddings.patch_embedding", **SLOW
     ),
@@ -217,7 +217,7 @@ SPEECH = (
         tiny("WhisperForConditionalGeneration", **WHISPER),
         batch=speech_batch,
         prompt=speech_prompt,
-        calls=(42, 14),
+        calls=(26, 14),
         local=CONVOLUTIONS,
     ),
     Row(
@@ -225,7 +225,7 @@ SPEECH = (
         tiny("Wav2Vec2ForSequenceClassification", **WAV2VEC),
         batch=waves,
         prompt=None,
-        calls=(20, 5),
+        calls=(8, 5),
         local={
             "wav2vec2.feature_extractor.conv_layers.*.conv": "weight: no linear",
             "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight": "original0, original1: no linear",

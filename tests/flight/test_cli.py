@@ -79,7 +79,7 @@ def test_every_option_has_a_flag() -> None:
         "port": "1", "port_file": "p", "threads": "2", "max_message_bytes": "32MiB",
         "max_batch_tokens": "3", "max_queue_bytes": "64MiB", "max_wait_us": "4", "drain_timeout_s": "0.5",
         "max_queue_tokens": "5", "max_streams_per_client": "6", "idle_timeout_s": "7", "write_timeout_s": "8",
-        "watchdog_s": "9",
+        "watchdog_s": "9", "soft_cache_bytes": "5MiB",
         "name": "n", "cache_dir": "c", "log_level": "error",
         "tls": "auto", "tls_client_ca": "a", "tls_names": "b.example,c.example",
         "tokens": "t", "audit_log": "l", "audit_log_bytes": "1MiB", "audit_log_files": "3", "extraction_budget": "9.5",

@@ -49,7 +49,8 @@ def test_a_block_keeps_its_gradient_and_its_weights_get_none() -> None:
     expected = torch.autograd.grad(block.float()(x.float()).sum(), x)[0]
     block.to(torch.bfloat16)
 
-    gemm.use_in(block)
+    for layer in (block[0], block[2]):
+        gemm.use_in(layer, layer.weight)
     (got,) = torch.autograd.grad(block(x).sum(), x)
 
     torch.testing.assert_close(got.float(), expected.float(), rtol=5e-2, atol=5e-2)

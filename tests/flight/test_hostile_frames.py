@@ -214,8 +214,8 @@ FRAMES = {
         body(256 + 384),
         "expected [[2, 32], [2, 32]]",
     ),
-    "5_tensors": Attack(
-        "more than any op has", "PROTOCOL", request(tensors=[tensor("F32", 2, 32)] * 5), body(), "tensors"
+    "9_tensors": Attack(
+        "more than any op has", "PROTOCOL", request(tensors=[tensor("F32", 2, 32)] * 9), body(), "tensors"
     ),
     "1_dimension": Attack("no tokens", "PROTOCOL", request(tensors=[tensor("F32", 64)]), body(), "two dimensions"),
     "3_dimensions": Attack("not flattened", "PROTOCOL", request(tensors=[tensor("F32", 1, 2, 32)]), body(), "shape"),

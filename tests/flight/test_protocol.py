@@ -347,7 +347,7 @@ BEYOND = {
     "empty name": ({"modules": [""]}, "modules"),
     "name of 513 characters": ({"modules": ["m" * 513]}, "modules"),
     "no tensors": ({"tensors": []}, "tensors"),
-    "5 tensors": ({"tensors": [{"dtype": "F32", "shape": [1, 1]}] * 5}, "tensors"),
+    "9 tensors": ({"tensors": [{"dtype": "F32", "shape": [1, 1]}] * 9}, "tensors"),
     "dtype without a tag": ({"tensors": [{"dtype": "I64", "shape": [2, 3]}]}, "dtype"),
     "dtype in lower case": ({"tensors": [{"dtype": "f32", "shape": [2, 3]}]}, "dtype"),
     "shape without dimensions": ({"tensors": [{"dtype": "F32", "shape": []}]}, "shape"),
