@@ -18,6 +18,7 @@ How the layers are read, and how errors are worded, is in settings.py.
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import re
 from collections.abc import Mapping
@@ -77,6 +78,30 @@ def _check_fingerprint(value: str | None) -> str | None:
     return digits
 
 
+KEY_PREFIX = "x25519:"
+
+
+def format_key(key: bytes) -> str:
+    """A public key for payload encryption as people see it."""
+    return KEY_PREFIX + base64.urlsafe_b64encode(key).decode().rstrip("=")
+
+
+def parse_key(text: str) -> bytes:
+    """The 32 bytes of such a key.
+
+    Raises:
+        ValueError: it is none.
+    """
+    digits = text.removeprefix(KEY_PREFIX)
+    if not re.fullmatch(r"[A-Za-z0-9_-]{43}", digits):
+        raise ValueError("expected x25519: and 43 letters and digits, as the server prints it")
+    return base64.urlsafe_b64decode(digits + "=")
+
+
+def _check_key(value: str | None) -> str | None:
+    return value if value is None else format_key(parse_key(value))
+
+
 def is_loopback(host: str) -> bool:
     """True for an address that only this machine can reach."""
     try:
@@ -86,6 +111,7 @@ def is_loopback(host: str) -> bool:
 
 
 Fingerprint = Annotated[str | None, AfterValidator(_check_fingerprint)]
+PublicKey = Annotated[str | None, AfterValidator(_check_key)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 Device = Annotated[str, AfterValidator(_check_device)]
 Token = Annotated[
@@ -177,6 +203,10 @@ class ServerOptions(Options):
     )
     local_files_only: bool = Field(
         default=False, description="Never ask the model hub; HF_HUB_OFFLINE=1 does the same."
+    )
+    payload: Literal["off", "offer", "require"] = Field(
+        default="off",
+        description="Encryption of calls inside the transport, for when a proxy ends TLS: offer it, or take no other.",
     )
     tokens: str | None = Field(
         default=None,
@@ -287,6 +317,10 @@ class ClientOptions(Options):
     tls_client_cert: Path | None = Field(default=None, description="PEM certificate to show (mTLS).")
     tls_client_key: Path | None = Field(
         default=None, description="PEM private key of tls_client_cert, without a passphrase."
+    )
+    server_key: PublicKey = Field(
+        default=None,
+        description="The server's key for payload encryption, as it prints it at start; not set = none.",
     )
     token: Token = None
     token_file: Path | None = Field(default=None, description="File that holds the token; token wins over it.")

@@ -73,6 +73,7 @@ def connect(
     tls_hostname: str | None = None,
     tls_client_cert: str | Path | None = None,
     tls_client_key: str | Path | None = None,
+    server_key: str | None = None,
     privacy: PrivacyOptions | None = None,
 ) -> Connection:
     """Connect to a base-model server and agree on the model.
@@ -89,6 +90,7 @@ def connect(
         tls_ca, tls_fingerprint: whom to trust: all certificates of a CA (PEM file), or the one with this SHA-256.
         tls_hostname: the name to expect in the certificate, if it is not the URL's.
         tls_client_cert, tls_client_key: what to show to a server that asks for it (mTLS).
+        server_key: seals calls for the server that has this key, whoever is in between; it prints it at start.
         privacy: a `symbiosis.privacy.Masking`, to hide activations and gradients from the server's host.
 
     Raises:
@@ -117,6 +119,7 @@ def connect(
         "tls_hostname": tls_hostname,
         "tls_client_cert": tls_client_cert,
         "tls_client_key": tls_client_key,
+        "server_key": server_key,
     }
     options = load_client_options(explicit)
     if url is None:
@@ -136,7 +139,7 @@ def _channel(url: str, options: ClientOptions) -> FlightChannel:
     tls = Tls(
         options.tls_ca, options.tls_fingerprint, options.tls_hostname, options.tls_client_cert, options.tls_client_key
     )
-    return FlightChannel(url, options.max_streams, options.keepalive_s, tls, options.secret())
+    return FlightChannel(url, options.max_streams, options.keepalive_s, tls, options.secret(), options.server_key)
 
 
 class Connection:
@@ -465,8 +468,11 @@ class Connection:
 
     def _open_header(self) -> bytes:
         client = f"{platform.node()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        manifest = protocol.manifest_hash(self.manifest) if self.options.server_key else b""
         return protocol.encode_header(
-            protocol.Open(protocol=protocol.VERSION, fingerprint=self.manifest.fingerprint, client=client)
+            protocol.Open(
+                protocol=protocol.VERSION, fingerprint=self.manifest.fingerprint, client=client, manifest=manifest
+            )
         )
 
     @property

@@ -6,6 +6,7 @@
     ├── ConnectError              (ConnectionError)  [r] the server cannot be reached, or went away
     ├── TlsError                  (ConnectionError)      no trusted encrypted connection came about
     ├── AuthError                 (PermissionError)      credentials missing, refused or not supported
+    ├── PayloadError              (ValueError)           an encrypted message that is not what was sent
     ├── ProtocolError             (ValueError)           a frame that the peer should not have sent
     │   └── ProtocolVersionError                         the two ends speak different protocol versions
     ├── ModelMismatchError        (ValueError)           client and server do not hold the same base model
@@ -89,6 +90,12 @@ class AuthError(SymbiosisError, PermissionError):
     """Credentials are missing, refused, or cannot be checked by this server."""
 
     code = "AUTH"
+
+
+class PayloadError(SymbiosisError, ValueError):
+    """Payload encryption: not offered, asked for, or a message that does not authenticate."""
+
+    code = "PAYLOAD"
 
 
 class ProtocolError(SymbiosisError, ValueError):

@@ -22,6 +22,7 @@ TREE: dict[type[SymbiosisError], tuple[str, type[BaseException], bool]] = {
     errors.ConnectError: ("CONNECT", ConnectionError, True),
     errors.TlsError: ("TLS", ConnectionError, False),
     errors.AuthError: ("AUTH", PermissionError, False),
+    errors.PayloadError: ("PAYLOAD", ValueError, False),
     errors.ProtocolError: ("PROTOCOL", ValueError, False),
     errors.ProtocolVersionError: ("PROTOCOL_VERSION", ValueError, False),
     errors.ModelMismatchError: ("MODEL_MISMATCH", ValueError, False),

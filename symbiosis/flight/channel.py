@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as fl
@@ -28,12 +28,17 @@ from symbiosis.errors import (
     ConfigError,
     ConnectError,
     DeadlineExceededError,
+    MissingExtraError,
+    PayloadError,
     ProtocolError,
     SymbiosisError,
 )
 from symbiosis.flight import protocol
 from symbiosis.flight.tls import Tls, address, client_arguments, explain
 from symbiosis.interrupts import Watch, WatchedCall
+
+if TYPE_CHECKING:
+    from symbiosis.privacy.payload import Offer
 
 T = TypeVar("T")
 GRACE_S = 1.0  # what gRPC gets to keep the time by itself; it cannot in a process forked after its threads were started
@@ -100,6 +105,7 @@ class FlightChannel:
         keepalive_s: how long a server may be silent until it is asked whether it lives, and until it is given up.
         tls: whom to trust, and what to show.
         token: sent with each stream, action and download.
+        server_key: seals each stream for the server that has this key.
     """
 
     _client: fl.FlightClient | None = None  # made by the first call, in the process that makes it
@@ -113,11 +119,13 @@ class FlightChannel:
         keepalive_s: float = 20.0,
         tls: Tls = NO_TLS,
         token: SecretStr | None = None,
+        server_key: str | None = None,
     ) -> None:
         self._keepalive_ms = int(keepalive_s * 1e3)
         self.url = check_url(url)
         self._tls = tls
         self._token = token
+        self._offer = _offering(server_key) if server_key else None
         if token and self.url.startswith(("grpc://", "grpc+tcp://")) and not is_loopback(address(self.url)[0]):
             raise ConfigError(f"{url}: without TLS everybody on the way could read the token; use grpc+tls://HOST:PORT")
         self.open_header = b""
@@ -227,7 +235,8 @@ class FlightChannel:
             raise
 
     def _opened(self, client: fl.FlightClient) -> _Stream:
-        return _Stream(client, self.open_header, self._call_options())
+        offer = self._offer(self.open_header) if self._offer else None
+        return _Stream(client, self.open_header, self._call_options(), offer)
 
     def _call_options(self, timeout_s: float | None = None) -> fl.FlightCallOptions:
         if self._token is None:
@@ -326,14 +335,24 @@ class _Interrupted(Exception):
 class _Stream:
     """One open DoExchange stream, for one call at a time."""
 
-    def __init__(self, client: fl.FlightClient, open_header: bytes, options: fl.FlightCallOptions) -> None:
-        self._writer, self._reader = client.do_exchange(fl.FlightDescriptor.for_command(open_header), options)
+    def __init__(
+        self, client: fl.FlightClient, open_header: bytes, options: fl.FlightCallOptions, offer: Offer | None
+    ) -> None:
+        command = offer.command if offer else open_header
+        self._writer, self._reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
         self._writer.begin(protocol.SCHEMA)
+        self._session = offer.accepted(self._reader.read_chunk().app_metadata) if offer else None
         self.calls = 0
 
     def exchange(self, header: bytes, batch: pa.RecordBatch) -> Message:
+        if self._session:
+            header, batch = self._session.seal(header, batch)
         self._writer.write_with_metadata(batch, header)
         reply: Message = self._reader.read_chunk()
+        if self._session:
+            reply = self._session.open(reply)
+            if not reply.data.num_rows:
+                _raise_ended(reply.app_metadata)
         self.calls += 1
         return reply
 
@@ -345,6 +364,24 @@ class _Stream:
         self.cancel()
         with contextlib.suppress(pa.ArrowException, OSError):
             self._writer.close()
+
+
+def _raise_ended(header: bytes) -> None:
+    """After this error the server reads no more of a stream, though a proxy may keep it open."""
+    answer = protocol.decode_header(header, protocol.AnyReply)
+    if isinstance(answer, protocol.Error) and answer.code == PayloadError.code:
+        raise PayloadError(answer.message)
+
+
+def _offering(server_key: str) -> Callable[[bytes], Offer]:
+    try:
+        from symbiosis.privacy.payload import Offer
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"payload encryption needs the package {error.name}, which is not installed; "
+            "run: pip install 'symbiosis-flight[privacy]'"
+        ) from error
+    return lambda open_header: Offer(server_key, open_header)
 
 
 def _next_chunk(reader: Any) -> Any:

@@ -7,6 +7,7 @@ answer to a bad frame is a ProtocolError that says which rule of the specificati
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -85,6 +86,14 @@ class Open(Header, frozen=True, tag="open"):
     protocol: int
     fingerprint: Annotated[str, Meta(max_length=64)] = ""
     client: Annotated[str, Meta(max_length=64)] = ""
+    payload: Annotated[bytes, Meta(max_length=32)] = b""
+    manifest: Annotated[bytes, Meta(max_length=32)] = b""
+
+
+class Accept(Header, frozen=True, tag="accept"):
+    """The server's first word on a sealed stream."""
+
+    key: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class Step(Struct, frozen=True, array_like=True):
@@ -267,6 +276,12 @@ def decode_header(data: Any, kind: Any) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", str(kind))
         raise ProtocolError(f"header is not a valid {name} (docs/protocol.md section 3): {error}") from None
+
+
+def manifest_hash(manifest: Manifest) -> bytes:
+    """What an Open header says of the manifest: of all that several servers of one model have in common."""
+    common = msgspec.structs.replace(manifest, server_version="", max_message_bytes=0)
+    return hashlib.sha256(encode_header(common)).digest()
 
 
 def _max_bytes(kind: Any) -> int:

@@ -9,6 +9,7 @@ accepted is finished.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import resource
@@ -35,7 +36,7 @@ from symbiosis.flight.caretaker import Caretaker
 from symbiosis.flight.executor import Executor
 from symbiosis.flight.ledger import Ledger
 from symbiosis.flight.scheduler import Batch, Scheduler
-from symbiosis.flight.service import Service
+from symbiosis.flight.service import Payload, Service
 from symbiosis.flight.soft_cache import SoftCache
 from symbiosis.flight.streams import Streams
 from symbiosis.flight.tokens import TokenBook
@@ -74,6 +75,7 @@ class Server:
         self._draining = False
         self._manifest = self._describe()
         self.identity = _identity(options)
+        self.payload = _payload(options)
         self.ledger = _ledger(base, options)
         self._service = self._bind()
         self._caretaker = Caretaker(self._streams, self._executor, options.watchdog_s)
@@ -179,7 +181,8 @@ class Server:
         try:
             _refuse_taken(self.options.host, self.options.port)
             limit = self.options.max_message_bytes
-            parts = (
+            return Service(
+                location,
                 self.base,
                 self._scheduler,
                 actions,
@@ -188,8 +191,8 @@ class Server:
                 self.identity,
                 self.ledger,
                 self._streams,
+                self.payload,
             )
-            return Service(location, *parts)
         except (fl.FlightError, OSError) as error:
             self.ledger.close()
             raise ConfigError(
@@ -280,15 +283,25 @@ def peak_memory_bytes() -> int:
 
 
 def _identity(options: ServerOptions) -> Identity | None:
-    if not options.tls_on:
+    return _cryptography("certificates", "TLS").identity(options) if options.tls_on else None
+
+
+def _payload(options: ServerOptions) -> Payload | None:
+    if options.payload == "off":
         return None
+    key = _cryptography("payload", "payload encryption").ServerKey.kept(options.cache_path / "payload.key")
+    return Payload(key, options.payload == "require")
+
+
+def _cryptography(module: str, what: str) -> Any:
+    """A module of `privacy` that needs the package cryptography, imported where it is used."""
     try:
-        from symbiosis.privacy import certificates
+        return importlib.import_module(f"symbiosis.privacy.{module}")
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"TLS needs the package {error.name}, which is not installed; run: pip install 'symbiosis-flight[server]'"
+            f"{what} needs the package {error.name}, which is not installed; "
+            "run: pip install 'symbiosis-flight[server]'"
         ) from error
-    return certificates.identity(options)
 
 
 def _ledger(base: BaseModel, options: ServerOptions) -> Ledger:
@@ -321,6 +334,7 @@ def _listening(server: Server) -> str:
         "device": base.device,
         "fingerprint": base.fingerprint[:12],
         **({"tls": f"sha256:{identity.fingerprint}"} if identity else {}),
+        **({"payload": server.payload.key.text} if server.payload else {}),
         "tokens": "off" if server.ledger.book is None else "required",
     }
     return f"listening on {server.url} " + " ".join(f"{key}={value}" for key, value in words.items())

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +24,7 @@ from symbiosis.errors import (
     MessageTooLargeError,
     ModelMismatchError,
     NeedInputError,
+    PayloadError,
     ProtocolError,
     ProtocolVersionError,
     RemoteComputeError,
@@ -36,11 +38,12 @@ from symbiosis.flight.ledger import Ledger, Party
 from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request, TensorSpec, Ticket
 from symbiosis.flight.scheduler import CallKey, Key, Scheduler, Task
 from symbiosis.flight.soft_cache import Kept, SoftCache
-from symbiosis.flight.streams import Streams
+from symbiosis.flight.streams import Stream, Streams
 from symbiosis.privacy.draws import DOUBLE, SINGLE, draw
 
 if TYPE_CHECKING:
     from symbiosis.privacy.certificates import Identity
+    from symbiosis.privacy.payload import ServerKey, Session
 
 logger = logging.getLogger(__name__)
 Message = tuple[bytes, pa.RecordBatch]
@@ -61,6 +64,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         identity: certificate and key for TLS; None serves in the clear.
         ledger: who may do what, and what was done; None lets everybody do all.
         streams: counts and limits what clients hold open; None limits nothing.
+        payload: the key for sealed streams, and whether others are refused; None seals none.
     """
 
     def __init__(
@@ -68,12 +72,13 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         location: str,
         base: BaseModel,
         scheduler: Scheduler,
-        actions: dict[str, Callable[[], protocol.Header]],
+        actions: dict[str, Callable[[], Any]],
         max_message_bytes: int,
         soft_cache: SoftCache,
         identity: Identity | None = None,
         ledger: Ledger | None = None,
         streams: Streams | None = None,
+        payload: Payload | None = None,
     ) -> None:
         self._base = base
         self._soft_cache = soft_cache
@@ -84,6 +89,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         self.streams = streams or Streams(max_per_client=1 << 30, idle_s=float("inf"), write_s=float("inf"))
         self.errors = 0
         self._ledger = ledger or Ledger({})
+        self._payload = payload
         super().__init__(location, **_transport(identity), middleware=self._middleware())
 
     @property
@@ -100,16 +106,63 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             with self.streams.opened(client, context.peer()) as stream:
                 refusal = refusal or self._too_many(client)
                 writer.begin(protocol.SCHEMA)
-                while (chunk := _read(reader)) is not None:
-                    stream.begins("computing", time.monotonic())
-                    header, batch = self._answer(chunk, party, refusal, context)
-                    stream.begins("writing", time.monotonic())
-                    writer.write_with_metadata(batch, header)
-                    stream.begins("reading", time.monotonic())
+                command = bytes(descriptor.command or b"")
+                session, refused = self._agree(command, writer)
+                if not refused:
+                    sealed = session is not None
+                    self._converse(context, stream, reader, writer, session, party, refusal or self._unsealed(sealed))
         except pa.ArrowException:
             logger.debug("stream of client %s ended", client, exc_info=True)
         except Exception:
             logger.exception("stream of client %s failed", client)
+
+    def _converse(
+        self,
+        context: Any,
+        stream: Stream,
+        reader: Any,
+        writer: Any,
+        session: Session | None,
+        party: Party,
+        refusal: SymbiosisError | None,
+    ) -> None:
+        """Answer messages in their order until the stream ends."""
+        while (chunk := _read(reader)) is not None:
+            stream.begins("computing", time.monotonic())
+            try:
+                answer = self._answer(session.open(chunk) if session else chunk, party, refusal, context)
+                intact = True
+            except PayloadError as error:  # of `open`: an answer raises nothing
+                logger.warning("stream of client %s: a sealed message did not authenticate", party.name)
+                answer, intact = self._error(None, error), False
+            stream.begins("writing", time.monotonic())
+            _write(writer, session, answer)
+            if not intact:
+                return
+            stream.begins("reading", time.monotonic())
+
+    def _unsealed(self, sealed: bool) -> SymbiosisError | None:
+        if sealed or self._payload is None or not self._payload.required:
+            return None
+        return PayloadError("this server takes sealed streams only; give its key as server_key=")
+
+    def _agree(self, command: bytes, writer: Any) -> tuple[Session | None, bool]:
+        """The session of a sealed stream, after telling the client; whether it was refused."""
+        try:
+            offer = protocol.decode_header(command, Open).payload
+        except SymbiosisError:
+            return None, False  # `_open` has found that, too
+        if not offer:
+            return None, False
+        try:
+            if self._payload is None:
+                raise PayloadError("this server seals no streams; its operator can start it with --payload offer")
+            accept, session = self._payload.key.accept(command, offer)
+        except PayloadError as error:
+            _write(writer, None, self._error(None, error))
+            return None, True
+        _write(writer, None, (protocol.encode_header(accept), EMPTY_BATCH))
+        return session, False
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         grant = grant_of(context)
@@ -147,6 +200,11 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             return error, ""
         if header.protocol != protocol.VERSION:
             return _version_error(header.protocol), header.client
+        if header.manifest and header.manifest != protocol.manifest_hash(self._actions["hello"]()):
+            return ModelMismatchError(
+                "the manifest that the client received is not this server's: connect again, and if that does not help, "
+                "something between both ends changes it"
+            ), header.client
         if header.fingerprint and header.fingerprint != self._fingerprint:
             return ModelMismatchError(
                 f"this server holds {self._base.name} with fingerprint {self._fingerprint[:12]}, the stream was "
@@ -270,7 +328,8 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
 
     def _error(self, chunk: Any, error: SymbiosisError) -> Message:
         self.errors += 1
-        return protocol.encode_header(_error_header(protocol.peek_id(chunk.app_metadata), error)), EMPTY_BATCH
+        call_id = protocol.peek_id(chunk.app_metadata) if chunk is not None else 0
+        return protocol.encode_header(_error_header(call_id, error)), EMPTY_BATCH
 
     # --- actions and downloads -----------------------------------------------------------------------
 
@@ -291,7 +350,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
                     raise _version_error(hello.protocol)
             elif action.type not in self._actions:
                 raise ProtocolError(f"unknown action {action.type!r}; known are hello, {', '.join(self._actions)}")
-            answer = self._actions[action.type]()
+            answer: protocol.Header = self._actions[action.type]()
             if isinstance(answer, protocol.ServerStats):
                 return msgspec.structs.replace(answer, tenant=self._ledger.stats(tenant))
             return answer
@@ -319,6 +378,19 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             logger.exception("sending parameters, norms or files failed")
             failure = RemoteComputeError("the server failed while sending; its log has the details")
             yield EMPTY_BATCH, protocol.encode_header(_error_header(0, failure))
+
+
+@dataclass(frozen=True)
+class Payload:
+    """How a server seals streams."""
+
+    key: ServerKey
+    required: bool
+
+
+def _write(writer: Any, session: Session | None, message: Message) -> None:
+    header, batch = session.seal(*message) if session else message
+    writer.write_with_metadata(batch, header)
 
 
 def _transport(identity: Identity | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from symbiosis import config
 from symbiosis.errors import InvalidInputError, ProtocolError
 from symbiosis.flight import protocol
 from symbiosis.flight.protocol import (
+    Accept,
     Chunk,
     Error,
     Health,
@@ -82,6 +83,10 @@ GOLDEN_HEADERS = [
         "ae72657472795f61667465725f6d73 ccc8",
     ),
     (Hello(protocol=1), "82 a474797065 a568656c6c6f a870726f746f636f6c 01"),
+    (
+        Accept(key=bytes(range(32))),
+        "82 a474797065 a6616363657074 a36b6579 c420 " + bytes(range(32)).hex(),
+    ),
     (Ticket(what="files"), "82 a474797065 a67469636b6574 a477686174 a566696c6573"),
     (
         Chunk(name="a.json", offset_bytes=0, total_bytes=300),
