@@ -384,6 +384,10 @@ class Masking(PrivacyOptions):
         default=256 * 2**20, ge=0, description="Memory for answers to rows that come again, which are not sent again."
     )
     pool_bytes: Bytes = Field(default=256 * 2**20, ge=0, description="Memory for masks that are dealt ahead of time.")
+    verify: bool = Field(
+        default=False,
+        description="Check each reply against the dealer's weights (needs a dealer and double precision).",
+    )
     when_empty: Literal["wait", "raise"] = Field(
         default="wait", description="What a call does while there are too few masks; it is never sent without."
     )
@@ -394,6 +398,15 @@ class Masking(PrivacyOptions):
         if value is None or isinstance(value, str) or hasattr(value, "manifest"):
             return value
         raise ValueError("expected a URL, such as grpc://HOST:PORT, or what symbiosis.connect returns")
+
+    @model_validator(mode="after")
+    def _check_verify(self) -> Self:
+        if self.verify and (self.dealer is None or self.precision != "double"):
+            raise ValueError(
+                f"verify=True needs a dealer, which knows the weights, and precision='double'; got "
+                f"dealer={self.dealer}, precision={self.precision!r}"
+            )
+        return self
 
 
 def load_client_options(explicit: Mapping[str, object], *, environ: Mapping[str, str] | None = None) -> ClientOptions:

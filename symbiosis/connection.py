@@ -45,6 +45,7 @@ from symbiosis.flight.tls import Tls
 from symbiosis.plan import Granularity, Place, Plan
 from symbiosis.privacy.dealer import Pool
 from symbiosis.privacy.masking import GRIDS, WHAT_WEAK_DOES_NOT_STOP, MaskedRemote, check_dealer, refuse_unmaskable
+from symbiosis.privacy.verify import Verifier
 from symbiosis.tables import html_table
 from symbiosis.telemetry import EventBus, Recorder, Stats, StepEvent
 
@@ -416,11 +417,13 @@ class Connection:
             raise ConfigError(f"privacy={privacy!r}; expected symbiosis.privacy.Masking(...)")
         refuse_unmaskable(privacy, self.manifest)
         source = self._caller if privacy.dealer is None else self._dealer_of(privacy)._caller
+        verifier = Verifier(source) if privacy.verify else None
         if privacy.dealer is None:
             warnings.warn(WHAT_WEAK_DOES_NOT_STOP, UserWarning, stacklevel=4)
         timeout_s, grid = self.options.request_timeout_s, GRIDS[privacy.precision]
         pool = Pool(source, grid, privacy.pool_bytes, timeout_s, privacy.when_empty)
-        return MaskedRemote(self._caller, {info.name: info for info in self.manifest.modules}, pool, privacy)
+        modules = {info.name: info for info in self.manifest.modules}
+        return MaskedRemote(self._caller, modules, pool, privacy, verifier)
 
     def _dealer_of(self, privacy: Masking) -> Connection:
         dealer: Any = privacy.dealer

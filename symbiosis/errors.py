@@ -23,6 +23,7 @@
     ├── UnsupportedMethodError    (NotImplementedError)  needs base weights, which stay on the server
     ├── MasksExhaustedError       (RuntimeError)     [r] no masks are left, and nothing goes out unmasked
     ├── PrivacyBudgetError        (RuntimeError)         sending this again would show more than was allowed
+    ├── PrivacyCheckError         (RuntimeError)         a private step could not be shown to be right
     ├── WrongReplyError           (RuntimeError)         a reply is not what the base's weights give
     └── ClosedError               (RuntimeError)         the connection was closed by its owner
 
@@ -197,6 +198,12 @@ class PrivacyBudgetError(SymbiosisError, RuntimeError):
     """What was to be sent would show more than the budget allows; it was not sent."""
 
     code = "PRIVACY_BUDGET"
+
+
+class PrivacyCheckError(SymbiosisError, RuntimeError):
+    """DP-SGD's per-sample gradients are missing or wrong; the step was not taken."""
+
+    code = "PRIVACY_CHECK"
 
 
 class WrongReplyError(SymbiosisError, RuntimeError):

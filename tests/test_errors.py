@@ -39,6 +39,7 @@ TREE: dict[type[SymbiosisError], tuple[str, type[BaseException], bool]] = {
     errors.UnsupportedMethodError: ("UNSUPPORTED_METHOD", NotImplementedError, False),
     errors.MasksExhaustedError: ("MASKS_EXHAUSTED", RuntimeError, True),
     errors.PrivacyBudgetError: ("PRIVACY_BUDGET", RuntimeError, False),
+    errors.PrivacyCheckError: ("PRIVACY_CHECK", RuntimeError, False),
     errors.WrongReplyError: ("WRONG_REPLY", RuntimeError, False),
     errors.ClosedError: ("CLOSED", RuntimeError, False),
 }

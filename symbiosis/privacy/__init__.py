@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from symbiosis.config import Masking
+    from symbiosis.privacy.dp import make_private
 
-__all__ = ["Masking"]
+__all__ = ["Masking", "make_private"]
 
 # Looked up on first use: what a server needs of this package must not load what DP-SGD needs.
-_HOME: Final = {"Masking": "symbiosis.config"}
+_HOME: Final = {"Masking": "symbiosis.config", "make_private": "symbiosis.privacy.dp"}
 
 
 def __getattr__(name: str) -> object:

@@ -27,6 +27,7 @@ from symbiosis.privacy.dealer import Key, Pool, PoolStats
 from symbiosis.privacy.draws import DOUBLE, SINGLE
 from symbiosis.privacy.repeats import Memory, Repeats
 from symbiosis.privacy.scale import Scale
+from symbiosis.privacy.verify import Verifier
 from symbiosis.tables import html_table
 
 if TYPE_CHECKING:
@@ -52,9 +53,18 @@ class MaskedRemote:
         modules: what the server serves, by name.
         pool: masks and their effects.
         options: strength and budgets.
+        verifier: checks replies, if given.
     """
 
-    def __init__(self, inner: Remote, modules: Mapping[str, ModuleInfo], pool: Pool, options: Masking) -> None:
+    def __init__(
+        self,
+        inner: Remote,
+        modules: Mapping[str, ModuleInfo],
+        pool: Pool,
+        options: Masking,
+        verifier: Verifier | None = None,
+    ) -> None:
+        self._verifier = verifier
         self._inner = inner
         self._modules = modules
         self._pool = pool
@@ -76,6 +86,7 @@ class MaskedRemote:
         Raises:
             UnsupportedMethodError: what cannot be masked; nothing was sent.
             MasksExhaustedError, DeadlineExceededError: no masks are left.
+            WrongReplyError: the reply failed its check.
             PrivacyBudgetError: the same row was sent too often.
         """
         self._check(op, modules, tensors[0].dtype)
@@ -123,6 +134,7 @@ class MaskedRemote:
             sum(lane.scale.outliers for lane in lanes),
             sum(lane.scale.fixed for lane in lanes),
             self._memory.used_bytes,
+            self._verifier.checked_rows if self._verifier is not None else 0,
         )
 
     def close(self) -> None:
@@ -133,7 +145,10 @@ class MaskedRemote:
         """x [N, d] under masks, to the server and back: [N, d'], a tensor of our own; steps [N, 1]."""
         dealt = self._pool.take(key, *x.shape)
         whole = (x / steps).round_() + dealt.masks
-        reply = self._inner.call(key.op, key.modules, [(whole * steps).to(self._pool.grid.dtype)])  # exact: times 2^e
+        sent = (whole * steps).to(self._pool.grid.dtype)  # exact: times 2^e
+        reply = self._inner.call(key.op, key.modules, [sent])
+        if self._verifier is not None:
+            self._verifier.check(key.op, key.modules, sent, reply)
         return reply - steps * dealt.effects
 
     def _lane(self, key: Key) -> _Lane:
@@ -176,6 +191,7 @@ class MaskingStats:
         outlier_rows: rows of which the server can tell that they were longer than ordinary ones.
         scales: how often a scale was fixed, each a power of two that the server can see.
         remembered_bytes: memory for answers.
+        checked_rows: rows of replies that were checked, and were right.
     """
 
     pool: PoolStats
@@ -183,6 +199,7 @@ class MaskingStats:
     outlier_rows: int
     scales: int
     remembered_bytes: int
+    checked_rows: int
 
     def rows(self) -> list[tuple[str, str]]:
         """(label, value) pairs, formatted for people."""
@@ -195,6 +212,7 @@ class MaskingStats:
             ("not sent again", f"{self.answered_rows:,} rows, {self.remembered_bytes / 1e6:,.1f} MB remembered"),
             ("seen as outliers", f"{self.outlier_rows:,} rows"),
             ("scales shown", f"{self.scales:,}"),
+            ("checked", f"{self.checked_rows:,} rows"),
         ]
 
     def __str__(self) -> str:

@@ -1,0 +1,494 @@
+"""make_private: DP-SGD on the adapter, here, with Opacus, and with checks that it does what it says.
+
+    each step   per-sample gradients -> clipped to max_grad_norm -> summed -> noise -> the optimizer's step
+
+It bounds what a released adapter tells about any one record (epsilon, delta). It hides nothing from a server.
+
+One rule: a step that cannot be shown to be right is not taken. Per-sample gradients come from hooks, and where a
+method computes in a way that hooks do not see, they are missing or, worse, wrong, without an error (prompt
+tuning; opacus issues 732 and 820). So before every step each trained parameter must have per-sample gradients,
+one for each record of the batch, whose mean is the gradient that autograd found. Methods that are known to fail
+are refused by name before that.
+
+The model stays the object it was: hooks on it, no wrapper around it, so generate() and save_pretrained() work.
+Its loss becomes the mean over records of each record's mean over tokens: a mean over all tokens, as transformers
+has it, would let one record's length rescale the others, and no bound would hold.
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from opacus.accountants import create_accountant
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.data_loader import DPDataLoader
+from opacus.grad_sample import GradSampleHooks
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from symbiosis.adapters import base_of
+from symbiosis.errors import ConfigError, PrivacyCheckError, UnsupportedMethodError
+from symbiosis.remote import RemoteMixin
+from symbiosis.tables import html_table
+
+TOLERANCE = 2e-2  # of a mean of per-sample gradients against autograd's; bfloat16 keeps 8 bits
+STATE = "privacy"
+# By peft's name for it: why not, as found out by comparing with gradients of one record at a time.
+REFUSED = {
+    "PROMPT_TUNING": "its per-sample gradients are wrong: one embedding serves the whole batch",
+    "P_TUNING": "its per-sample gradients are wrong: one embedding serves the whole batch",
+    "MULTITASK_PROMPT_TUNING": "its per-sample gradients are wrong: one embedding serves the whole batch",
+    "CPT": "its per-sample gradients are wrong: one embedding serves the whole batch",
+    "ADAPTION_PROMPT": "it has no per-sample gradients",
+    "IA3": "it has no per-sample gradients: its vectors are no module with an input of its own",
+    "ADALORA": "it has no per-sample gradients, and its ranks are chosen by the records without a bound",
+    "LOHA": "it has no per-sample gradients: its factors are multiplied before they meet a record",
+    "LOKR": "it has no per-sample gradients: its factors are multiplied before they meet a record",
+    "VERA": "it has no per-sample gradients: its vectors are no module with an input of its own",
+}
+# By transformers' name of a loss: whether token t predicts label t + 1.
+SHIFTS: dict[str | None, bool] = {
+    "ForCausalLM": True,
+    None: True,  # what transformers takes for a class whose name says nothing, such as GPT2LMHeadModel
+    "ForMaskedLM": False,
+    "ForTokenClassification": False,
+    "ForSequenceClassification": False,
+}
+IGNORED = -100  # the label of what is not to be predicted
+USE_INSTEAD = "use LoRA or rsLoRA on linears, or prefix tuning"
+
+
+class _Losses:
+    """What record_loss was called for: how often, and with how many records the last time."""
+
+    count = 0
+    records = 0
+
+
+record_losses = _Losses()
+
+
+@dataclass(frozen=True)
+class PrivacySpent:
+    """What has been spent of a budget: epsilon at delta, after so many steps."""
+
+    epsilon: float
+    target_epsilon: float
+    delta: float
+    steps: int
+    noise_multiplier: float
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(label, value) pairs, formatted for people."""
+        return [
+            ("epsilon", f"{self.epsilon:.3f} of {self.target_epsilon:g}"),
+            ("delta", f"{self.delta:g}"),
+            ("private steps", f"{self.steps:,}"),
+            ("noise", f"{self.noise_multiplier:.3f} x max_grad_norm"),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{label:<15}{value}" for label, value in self.rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows())
+
+
+def make_private(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    epochs: int,
+    max_grad_norm: float = 1.0,
+    accountant: Literal["prv", "rdp"] = "prv",
+    seed: int | None = None,
+) -> tuple[Any, PrivateOptimizer, DPDataLoader]:
+    """Make training differentially private: each record of the data is one unit of privacy.
+
+    Args:
+        model: a PeftModel or other transformers model, remote or not; its trained parameters get hooks.
+        optimizer: over exactly the trained parameters of the model, made after the model was on its device.
+        loader: its batch size over the size of the data is the chance of each record to be in a batch.
+        target_epsilon, target_delta: the budget, spent after `epochs` passes; delta well below 1 / records.
+        epochs: passes that are planned.
+        max_grad_norm: to which each record's gradient is clipped.
+        accountant: "prv" is tighter, "rdp" faster.
+        seed: for tests. Whoever knows it can take the noise off again.
+
+    Returns:
+        The same model; an optimizer that clips, checks and adds noise, whose `spent()` says how much of the
+        budget is gone and whose state_dict carries that along; a loader of Poisson batches; for an
+        empty one it gives one record that counts for nothing, so that its noise is added all the same.
+
+    Raises:
+        UnsupportedMethodError: an adapter or a loss without right per-sample gradients.
+        ConfigError: an optimizer that does not fit the model, or a bad budget.
+    """
+    _check_budget(target_epsilon, target_delta, epochs, max_grad_norm, loader)
+    refuse_methods(model)
+    _check_parameters(model, optimizer)
+    _use_record_loss(base_of(model))
+    hooks = _add_hooks(model)
+    private_loader = _poisson(loader, _generator("cpu", seed))
+    sample_rate = 1 / len(loader)
+    with _quiet_accountant():
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=sample_rate,
+            epochs=epochs,
+            accountant=accountant,
+        )
+    device = next(p for p in model.parameters() if p.requires_grad).device
+    private_optimizer = PrivateOptimizer(
+        optimizer,
+        model,
+        hooks,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        expected_batch_size=max(1, int(len(loader.dataset) * sample_rate)),  # type: ignore[arg-type]
+        generator=_generator(device, seed),
+        ledger=Ledger(accountant, noise_multiplier, sample_rate, target_epsilon, target_delta),
+    )
+    return model, private_optimizer, private_loader
+
+
+class Ledger:
+    """Counts private steps and says what they add up to."""
+
+    def __init__(
+        self, mechanism: str, noise_multiplier: float, sample_rate: float, target_epsilon: float, delta: float
+    ) -> None:
+        self.accountant = create_accountant(mechanism)
+        self.noise_multiplier = noise_multiplier
+        self.sample_rate = sample_rate
+        self.target_epsilon = target_epsilon
+        self.delta = delta
+
+    @property
+    def steps(self) -> int:
+        return sum(count for _, _, count in self.accountant.history)
+
+    def spent(self) -> PrivacySpent:
+        with _quiet_accountant():
+            epsilon = float(self.accountant.get_epsilon(self.delta)) if self.steps else 0.0
+        return PrivacySpent(epsilon, self.target_epsilon, self.delta, self.steps, self.noise_multiplier)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "mechanism": self.accountant.mechanism(),
+            "history": [list(entry) for entry in self.accountant.history],
+            "delta": self.delta,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["mechanism"] != self.accountant.mechanism():
+            raise ConfigError(
+                f"this training was counted by the accountant {state['mechanism']!r}; make_private was called with "
+                f"{self.accountant.mechanism()!r}"
+            )
+        self.accountant.history = [tuple(entry) for entry in state["history"]]
+
+
+class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]
+    """An optimizer that checks per-sample gradients, clips them and adds noise. `make_private` makes one."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, hooks: GradSampleHooks, *, ledger: Ledger, **rest: Any
+    ) -> None:
+        super().__init__(optimizer, **rest)
+        self._model = model
+        self._hooks = hooks
+        self._losses_before = record_losses.count
+        self.ledger = ledger
+        self.attach_step_hook(ledger.accountant.get_optimizer_hook_fn(sample_rate=ledger.sample_rate))
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One private step.
+
+        Raises:
+            PrivacyCheckError: per-sample gradients are missing or wrong; no weight was changed.
+        """
+        if closure is not None:
+            raise ConfigError("a private step takes no closure: it would see the batch more than once")
+        _check_parameters(self._model, self.original_optimizer)
+        if record_losses.count == self._losses_before:
+            raise PrivacyCheckError(
+                "no loss was computed with record_loss since the last step: this model or training loop has a loss of "
+                "its own, which may not be a mean over records. Use symbiosis.privacy.dp.record_loss(logits, labels)"
+            )
+        check_samples(self._model, record_losses.records)
+        before = [(p, p._version) for p in self.params]
+        super().step()
+        if any(p._version == version for p, version in before):
+            raise PrivacyCheckError("the optimizer's step left a trained parameter as it was (opacus issue 820)")
+        self._losses_before = record_losses.count
+        for parameter in self.params:  # whoever trains may clear only .grad, as transformers' Trainer does
+            parameter.grad_sample = parameter.summed_grad = None
+        return None
+
+    def spent(self) -> PrivacySpent:
+        """What has been spent of the budget so far."""
+        return self.ledger.spent()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own state, and what was spent."""
+        return {**super().state_dict(), STATE: self.ledger.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            ConfigError: it does not say what was spent.
+        """
+        if STATE not in state_dict:
+            raise ConfigError(
+                "this optimizer state does not say what was spent of the privacy budget, so going on from it could "
+                "not be counted; save with the optimizer that make_private returned"
+            )
+        self.ledger.load_state_dict(state_dict[STATE])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
+
+    def detach(self) -> None:
+        """Take the hooks off the model, and give it its own loss back; then train on without privacy, if at all."""
+        self._hooks.remove_hooks()
+        vars(base_of(self._model)).pop("_loss_function", None)
+
+
+# --- checks -----------------------------------------------------------------------------------------
+
+
+def check_samples(model: nn.Module, records: int) -> None:
+    """Every trained parameter has a gradient for each record, and their mean is the gradient.
+
+    A common factor is allowed, since a trainer may have clipped the gradient.
+
+    Raises:
+        PrivacyCheckError: it does not.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    for name, parameter in trained:
+        samples = getattr(parameter, "grad_sample", None)
+        if not isinstance(samples, torch.Tensor):
+            raise PrivacyCheckError(
+                f"{name} has {'several batches of' if samples else 'no'} per-sample gradients, expected those of one "
+                "batch: call step() after each backward pass, and train only what each record's gradient can be "
+                f"found of; {USE_INSTEAD}"
+            )
+        if samples.shape[1:] != parameter.shape:
+            raise PrivacyCheckError(f"{name} has per-sample gradients of shape {list(samples.shape)}")
+        if len(samples) != records:
+            raise PrivacyCheckError(
+                f"{name} has {len(samples)} per-sample gradients, of a batch of {records} records; {USE_INSTEAD}"
+            )
+        if parameter.grad is not None:
+            pairs.append((name, samples.mean(0), parameter.grad))
+    _check_means(pairs)
+
+
+def _check_means(pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    factors: dict[str, float] = {}
+    for name, mean, grad in pairs:
+        norm, found = mean.norm().item(), grad.norm().item()
+        if norm == found == 0:
+            continue
+        cosine = (mean.flatten() @ grad.flatten().to(mean)).item() / max(norm * found, 1e-300)
+        if not cosine >= 1 - TOLERANCE**2:
+            raise PrivacyCheckError(
+                f"the per-sample gradients of {name} do not add up to its gradient (cosine {cosine:.3f}): call "
+                f"zero_grad() after each step; {USE_INSTEAD}"
+            )
+        factors[name] = found / norm
+    if factors and max(factors.values()) > (1 + TOLERANCE) * min(factors.values()):
+        odd = max(factors, key=lambda name: factors[name])
+        raise PrivacyCheckError(
+            f"the per-sample gradients of {odd} are of another size than its gradient, by a factor of "
+            f"{factors[odd] / min(factors.values()):.3g} against others; {USE_INSTEAD}"
+        )
+
+
+def refuse_methods(model: Any) -> None:
+    """Refuse by name what has no right per-sample gradients.
+
+    Raises:
+        UnsupportedMethodError: such a method, or gradient checkpointing.
+    """
+    for adapter, config in dict(getattr(model, "peft_config", None) or {}).items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind in REFUSED:
+            raise UnsupportedMethodError(f"DP-SGD of {kind} (adapter {adapter!r}): {REFUSED[kind]}; {USE_INSTEAD}")
+        if getattr(config, "trainable_token_indices", None):
+            raise UnsupportedMethodError(
+                f"DP-SGD of trainable tokens (adapter {adapter!r}): they have no per-sample gradients; {USE_INSTEAD}"
+            )
+        if getattr(config, "use_dora", False):
+            raise UnsupportedMethodError(
+                f"DP-SGD of DoRA (adapter {adapter!r}): its magnitudes have no per-sample gradients; {USE_INSTEAD}"
+            )
+    for name, module in model.named_modules():
+        if len(getattr(module, "lora_embedding_A", ())):
+            raise UnsupportedMethodError(
+                f"DP-SGD of LoRA on the embedding {name}: it has no per-sample gradients; {USE_INSTEAD}"
+            )
+        if getattr(module, "gradient_checkpointing", False):
+            raise UnsupportedMethodError(
+                f"DP-SGD with gradient checkpointing ({name}): hooks see the recomputed forward twice, and per-sample "
+                "gradients are lost; turn it off, and use smaller batches"
+            )
+
+
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer must move what the model computes with: moving a model after that makes other parameters."""
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if not trained:
+        raise ConfigError("no parameter of this model requires a gradient; add an adapter first")
+    if strangers := moved - trained.keys():
+        raise ConfigError(
+            f"the optimizer has {len(strangers)} trained parameters that are not the model's (opacus issue 820): make "
+            "it after the adapter was added and the model was moved to its device"
+        )
+    if missing := [name for key, name in trained.items() if key not in moved]:
+        raise ConfigError(f"{len(missing)} trained parameters are not the optimizer's, first {missing[0]}")
+
+
+def _check_budget(epsilon: float, delta: float, epochs: int, max_grad_norm: float, loader: DataLoader[Any]) -> None:
+    if not (epsilon > 0 and 0 < delta < 1 and epochs >= 1 and max_grad_norm > 0):
+        raise ConfigError(
+            f"target_epsilon={epsilon}, target_delta={delta}, epochs={epochs}, max_grad_norm={max_grad_norm}; expected "
+            "positive numbers, and a delta below 1"
+        )
+    records = len(loader.dataset)  # type: ignore[arg-type]
+    if delta >= 1 / records:
+        raise ConfigError(
+            f"target_delta={delta:g} would allow giving one of the {records:,} records away; take it well below "
+            f"{1 / records:.2g}"
+        )
+
+
+# --- parts ------------------------------------------------------------------------------------------
+
+
+def _add_hooks(model: nn.Module) -> GradSampleHooks:
+    for module in model.modules():
+        if isinstance(module, RemoteMixin):  # it may train a bias; its weight is not here (opacus issue 542)
+            GradSampleHooks.GRAD_SAMPLERS.setdefault(type(module), _remote_samples)
+    try:
+        hooks = GradSampleHooks(model, loss_reduction="mean")
+    except NotImplementedError as error:
+        raise UnsupportedMethodError(f"Opacus cannot find per-sample gradients in this model: {error}") from None
+    hooks.forbid_grad_accumulation()
+    return hooks
+
+
+def _remote_samples(
+    layer: Any, activations: list[torch.Tensor], grad_output: torch.Tensor
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Of the bias of a remote layer: grad_output [B, ..., d_out] -> [B, d_out]."""
+    return {layer.bias: torch.einsum("n...k->nk", grad_output)}
+
+
+def _poisson(loader: DataLoader[Any], generator: torch.Generator) -> DPDataLoader:
+    private = DPDataLoader.from_data_loader(loader, generator=generator)
+    private.collate_fn = _Collate(loader)
+    return private
+
+
+class _Collate:
+    """Collates records; for none of them, one record that counts for nothing.
+
+    Poisson batches may be empty, the first too (opacus issue 161), and the step must still be taken: its noise is
+    part of the bound. But transformers' models reshape in ways that no batch of zero rows survives.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._collate = loader.collate_fn
+        example = self._collate([loader.dataset[0]])
+        if not isinstance(example, Mapping) or "labels" not in example:
+            raise ConfigError(
+                f"the loader gives batches of {type(example).__name__}; expected a dict with input_ids and labels, as "
+                "transformers' collators make them"
+            )
+        self._nothing = {name: _blank(name, value) for name, value in example.items()}
+
+    def __call__(self, records: list[Any]) -> Any:
+        return self._collate(records) if records else {name: value.clone() for name, value in self._nothing.items()}
+
+
+def _blank(name: str, value: Any) -> torch.Tensor:
+    """[1, ...] without anything of the record that it was made of but its shape."""
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"{name} of a batch is a {type(value).__name__}; expected a tensor")
+    return torch.full_like(value, {"labels": IGNORED, "attention_mask": 1}.get(name, 0))
+
+
+@contextmanager
+def _quiet_accountant() -> Iterator[None]:
+    """Without the remark that a bound, which holds, could be tighter: it is made while noise levels are tried out."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Optimal order is", UserWarning)
+        yield
+
+
+def _generator(device: Any, seed: int | None) -> torch.Generator:
+    """Noise and batches must not follow from a seed that was set for reproducibility."""
+    return torch.Generator(device).manual_seed(secrets.randbits(63) if seed is None else seed)
+
+
+def _use_record_loss(base: Any) -> None:
+    kind = getattr(base, "loss_type", None)
+    if kind not in SHIFTS:
+        raise UnsupportedMethodError(
+            f"the loss of {type(base).__name__} ({kind}) is not known to be a mean over records; known are "
+            f"{', '.join(filter(None, SHIFTS))}"
+        )
+    base.loss_function = partial(_model_loss, SHIFTS[kind])
+
+
+def _model_loss(
+    shift: bool,
+    logits: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
+    *args: Any,
+    pooled_logits: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """As transformers' models call their loss; classifiers of whole records pass pooled_logits [B, V]."""
+    scores = pooled_logits if pooled_logits is not None else logits
+    if scores is None or labels is None or labels.is_floating_point():
+        raise UnsupportedMethodError("DP-SGD knows losses of classes only: labels must be whole numbers")
+    return record_loss(scores, labels, shift=shift)
+
+
+def record_loss(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool = True) -> torch.Tensor:
+    """The loss to use under DP-SGD: a mean over records of each record's mean over its labels.
+
+    Args:
+        logits: [B, T, V], or [B, V] with one label for a record.
+        labels: [B, T] or [B], -100 where there is nothing to predict; a record without any counts as 0.
+        shift: whether token t predicts label t + 1, as in causal models.
+    """
+    record_losses.count += 1
+    record_losses.records = len(labels)
+    if logits.dim() == 2:
+        logits, labels, shift = logits[:, None], labels[:, None], False
+    if shift:
+        labels = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    labels = labels.to(logits.device)
+    # [B, V, T], [B, T] -> [B, T]
+    losses = functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    counted = (labels != IGNORED).sum(1).clamp_min(1)
+    return (losses.sum(1) / counted).sum() / max(1, len(labels))
