@@ -98,8 +98,8 @@ class Server:
     def close(self, drain_timeout_s: float | None = None) -> bool:
         """Refuse new calls, finish those accepted, close the port; True if all was finished in time.
 
-        Streams that clients keep open cannot be closed from this side: calls on them are refused as
-        draining, and they end with the client's connection or with this process.
+        Streams that clients keep open are answered as draining for a moment, then cut off: pyarrow waits for them
+        for ever, here and once more when the interpreter exits.
         """
         if self._draining:
             return True
@@ -112,6 +112,8 @@ class Server:
         self._caretaker.close()
         closing.start()
         closing.join(max(0.5, min(2.0, deadline_s - time.monotonic())))
+        self._streams.cut_all()
+        closing.join(2.0)
         self.ledger.close()
         return finished
 

@@ -104,6 +104,13 @@ class Streams:
                 self.cut_off += 1
                 logger.warning("%s was cut off: it neither read nor sent anything for too long", peer)
 
+    def cut_all(self) -> None:
+        """Cut off everybody: the server ends."""
+        with self._lock:
+            peers = {stream.peer for stream in self._open}
+        for peer in peers:
+            shut_down(peer)
+
     def _is_overdue(self, streams: list[Stream], now_s: float) -> bool:
         late = [s.doing for s in streams if now_s - s.since_s > self._limits_s.get(s.doing, float("inf"))]
         return "writing" in late or len(late) == len(streams)

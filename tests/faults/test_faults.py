@@ -242,6 +242,27 @@ def test_the_interpreter_ends_cleanly_with_a_call_open(serve: Serve) -> None:
     assert time.monotonic() - started_s < 10.0
 
 
+LEFT_OPEN = """
+import symbiosis, torch, transformers
+sizes = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 1, "num_attention_heads": 4}
+config = transformers.LlamaConfig(vocab_size=96, **sizes)
+model = transformers.LlamaForCausalLM(config)
+with symbiosis.serve(model, port=0) as server:
+    connection = symbiosis.connect(server.url)
+    connection.wrap(model)(torch.tensor([[3, 4]]))
+print("left", flush=True)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_the_interpreter_ends_although_a_connection_to_its_own_server_was_left_open() -> None:
+    """pyarrow's server waits at exit for streams that nobody will end."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, env=environ, timeout=150, text=True)
+
+    assert (done.returncode, done.stdout) == (0, "left\n")
+
+
 # --- nothing is left behind ------------------------------------------------------------------------------------------
 
 
