@@ -25,13 +25,16 @@ SLOW   := slow and not gpu and not browser
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo setup test test-slow conformance check format faults soak bench clean
+.PHONY: help demo lab setup test test-slow conformance notebooks notebooks-short pairs browser check format faults soak bench clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 demo: $(STAMPS)/demo ## two clients fine-tune one shared model at the same time (~6 min on 2 cores)
 	$(BIN)/python -m symbiosis demo $(DEMO_ARGS)
+
+lab: $(STAMPS)/lab ## open the quickstart in JupyterLab
+	$(BIN)/python -m jupyterlab notebooks/01_quickstart.ipynb
 
 setup: $(STAMPS)/dev ## install everything into .venv, run nothing
 
@@ -44,6 +47,18 @@ test-slow: $(STAMPS)/real ## the tests on real models, and the rarer lines of do
 conformance: $(STAMPS)/real ## every line of docs/compatibility.md, tested, then the table printed and written again
 	$(BIN)/python -m pytest tests/conformance $(PYTEST_ARGS)
 	$(BIN)/python -m tests.conformance.table
+
+notebooks: $(STAMPS)/lab $(STAMPS)/real ## run all notebooks and tutorials from clean kernels
+	$(BIN)/python -m pytest tests/notebooks -m slow $(PYTEST_ARGS)
+
+notebooks-short: $(STAMPS)/lab $(STAMPS)/real ## the same, the quickstart whole and the others with few steps
+	NOTEBOOKS_SHORT=1 $(BIN)/python -m pytest tests/notebooks -m slow $(PYTEST_ARGS)
+
+pairs: $(STAMPS)/lab ## write the .ipynb of each notebook's .py, without outputs
+	$(BIN)/python -m jupytext --to ipynb --quiet notebooks/*.py tutorials/*.py
+
+browser: $(STAMPS)/lab ## the quickstart in a real JupyterLab and Chromium; pictures go to runs/browser
+	BROWSER_OUT=runs/browser $(BIN)/python -m pytest tests/browser -m browser -o faulthandler_timeout=0 $(PYTEST_ARGS)
 
 check: $(STAMPS)/dev ## format, lint, types, layers, then the fast tests
 	$(BIN)/python -m ruff format --check .
@@ -93,6 +108,11 @@ $(STAMPS)/demo: $(DECLARED) $(STAMPS)/torch
 $(STAMPS)/dev: $(DECLARED) $(STAMPS)/demo
 	@echo "[4/4] test and development tools"
 	$(PIP) install -c constraints.txt -e '.[server,demo,notebook,privacy,dev]'
+	@touch $@
+
+$(STAMPS)/lab: $(STAMPS)/dev
+	@echo "[+] JupyterLab, and what runs notebooks and browsers"
+	$(PIP) install -c constraints.txt -e '.[server,demo,notebook,lab]'
 	@touch $@
 
 $(STAMPS)/real: $(STAMPS)/dev

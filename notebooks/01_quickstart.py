@@ -46,9 +46,13 @@ conn.plan
 # %%
 def chat(question, max_new_tokens=40):
     messages = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)
-    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(
+        output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True
+    )
 
 
 chat("Who are you?")
@@ -73,7 +77,9 @@ PAIRS = [
 
 def encode(question, answer):
     chat = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True
+    )
     head = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     tail = tokenizer(answer + "<|im_end|>", add_special_tokens=False)["input_ids"]
     return {"input_ids": head + tail, "labels": [-100] * len(head) + tail}
@@ -84,14 +90,20 @@ def collate(examples):
     pads = [width - len(example["input_ids"]) for example in examples]
     rows = list(zip(examples, pads))
     return {
-        "input_ids": torch.tensor([e["input_ids"] + [tokenizer.pad_token_id] * pad for e, pad in rows]),
-        "attention_mask": torch.tensor([[1] * (width - pad) + [0] * pad for _, pad in rows]),
+        "input_ids": torch.tensor(
+            [e["input_ids"] + [tokenizer.pad_token_id] * pad for e, pad in rows]
+        ),
+        "attention_mask": torch.tensor(
+            [[1] * (width - pad) + [0] * pad for _, pad in rows]
+        ),
         "labels": torch.tensor([e["labels"] + [-100] * pad for e, pad in rows]),
     }
 
 
 torch.manual_seed(0)
-model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+model = get_peft_model(
+    model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+)
 model.print_trainable_parameters()
 
 # %% [markdown]
@@ -109,15 +121,17 @@ conn.dashboard()
 # %%symbiosis
 STEPS = 16
 examples = [encode(question, answer) for question, answer in PAIRS]
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+optimizer = torch.optim.AdamW(
+    [p for p in model.parameters() if p.requires_grad], lr=1e-2
+)
 model.train()
-for step in range(STEPS):
+for step in range(1, STEPS + 1):
     batch = collate(examples)
     loss = model(**batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    conn.track(loss, steps=STEPS, tokens=batch["input_ids"].numel())
+    conn.track(loss, step=step, steps=STEPS, tokens=batch["input_ids"].numel())
 
 # %% [markdown]
 # **The result**, and the base model as it was: the server never saw the adapter, and others go on using the same weights.

@@ -70,6 +70,15 @@ class Timeline:
         """All of them, in order."""
         return [between(a, b) for a, b in zip(self.snapshots, self.snapshots[1:], strict=False)]
 
+    def windows(self, window_s: float) -> list[Interval]:
+        """For each snapshot but the first, what happened in the `window_s` of work before it."""
+        found, first = [], 0
+        for last in range(1, len(self.snapshots)):
+            while self.snapshots[first + 1].clock_s <= self.snapshots[last].clock_s - window_s:
+                first += 1
+            found.append(between(self.snapshots[first], self.snapshots[last]))
+        return found
+
     def recent(self, window_s: float) -> Interval:
         """What happened in the last `window_s` of work, or since the start."""
         if not self.snapshots:

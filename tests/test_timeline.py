@@ -23,6 +23,15 @@ def test_a_rate_is_a_difference_over_time() -> None:
     assert timeline.recent(60.0).rate("model_tokens") == 40.0
 
 
+def test_a_window_goes_back_at_least_as_far_as_it_says() -> None:
+    timeline = Timeline()
+    for second, calls in enumerate((0, 0, 12, 12, 12, 24)):  # a pulse every three seconds
+        timeline.add(float(second), sums(calls))
+
+    assert [i.rate("calls") for i in timeline.windows(3.0)] == [0.0, 6.0, 4.0, 4.0, 4.0]
+    assert timeline.windows(3.0)[-1] == timeline.recent(3.0)
+
+
 def test_a_pause_does_not_count() -> None:
     timeline = Timeline()
     timeline.add(0.0, sums(0))

@@ -46,12 +46,13 @@ class Dashboard:
         self._surface = Surface()
         self._timeline, self._training = Timeline(), Training()
         self._poll = _ServerPoll(connection)
-        self._opened_s, self._spent_s, self._next_s = time.perf_counter(), 0.0, 0.0
+        self._spent_s, self._next_s = 0.0, 0.0
         self._state, self._pending = "running", False
         self._loop = _running_loop()
         self._unsubscribe = connection.bus.subscribe(self._on_event)
         self._unhook = _hook_cells(self)
-        self._sample(self._opened_s)
+        self._drawn: tuple[str, int] | None = None  # the state and the number of calls that are shown
+        self._sample(time.perf_counter())
 
     @property
     def closed(self) -> bool:
@@ -69,9 +70,8 @@ class Dashboard:
     def view(self) -> View:
         """The numbers as of now; asks nobody."""
         connection = self._connection
-        wall_s = time.perf_counter() - self._opened_s
         return View(
-            title=f"{connection.manifest.model} at {connection.url}",
+            title=f"{_short(connection.manifest.model)} at {connection.url}",
             state=self._state,
             updated=time.strftime("%H:%M:%S"),
             stats=connection.stats(),
@@ -83,7 +83,6 @@ class Dashboard:
             server=self._poll.last,
             server_before=self._poll.before,
             server_silent=self._poll.silent,
-            own_share=self._spent_s / wall_s if wall_s else 0.0,
         )
 
     def widget(self) -> Any:
@@ -118,7 +117,9 @@ class Dashboard:
     def _on_cell(self, begins: bool) -> None:
         self._state = "running" if begins else "idle"
         if not begins:
-            self._draw()
+            if self._drawn != ("idle", self._connection.stats().calls):
+                self._poll.hurry()
+                self._draw()
         elif self._timeline.snapshots[-1].stats.calls == self._connection.stats().calls:
             self._timeline.resume(time.perf_counter())  # between the cells nothing happened
 
@@ -128,6 +129,7 @@ class Dashboard:
         self._sample(started_s)
         if self._surface.in_use:
             self._surface.replace(self._bundle())
+        self._drawn = self._state, self._timeline.snapshots[-1].stats.calls
         took_s = time.perf_counter() - started_s
         self._spent_s += took_s
         self._next_s = started_s + max(MIN_INTERVAL_S, PAUSE_PER_COST * (took_s - asked_s))
@@ -169,6 +171,11 @@ class _ServerPoll:
         self.last: tuple[ServerStats, Stats] | None = None
         self.before: tuple[ServerStats, Stats] | None = None
         self.silent = ""
+
+    def hurry(self) -> None:
+        """A cell has ended: its last state is worth a question, unless the last one was in vain."""
+        if not self.silent:
+            self._next_s = 0.0
 
     def ask(self, now_s: float) -> float:
         """Ask if it is time; returns the seconds that took."""
@@ -220,6 +227,11 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop() if shell() is not None else None
     except RuntimeError:
         return None
+
+
+def _short(model: str) -> str:
+    """A model that was loaded from a folder is known by the folder's name."""
+    return model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model
 
 
 def _device_bytes() -> int | None:

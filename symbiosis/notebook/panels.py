@@ -23,10 +23,14 @@ class View:
     """All that a dashboard shows, at one moment.
 
     Attributes:
-        title: which model, where. state: running, idle or closed. updated: the time of day. stats: the connection's
-        sums. base_bytes: weights that the server holds instead of this process. device_bytes: allocated on this
-        process's accelerator, where there is one. server: the server's last answer, and the connection's sums when it
-        came; the same once before; or why none came. own_share: of the dashboard, in the time since it was opened.
+        title: which model, where.
+        state: running, idle or closed.
+        updated: the time of day.
+        stats: the connection's sums.
+        base_bytes: weights that the server holds instead of this process.
+        device_bytes: allocated on this process's accelerator, where there is one.
+        server: its last answer, and the connection's sums when that came; `server_before` is the one before.
+        server_silent: why there was no answer, the last time it was asked.
     """
 
     title: str
@@ -41,7 +45,6 @@ class View:
     server: tuple[ServerStats, Stats] | None = None
     server_before: tuple[ServerStats, Stats] | None = None
     server_silent: str = ""
-    own_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def to_text(view: View) -> str:
 def to_html(view: View) -> str:
     """The whole dashboard: boxes side by side where there is room, below each other where there is not."""
     boxes = "".join(_box(panel) for panel in panels(view))
-    grid = "display:grid;grid-template-columns:repeat(auto-fit,minmax(250px,1fr));gap:8px;margin:6px 0"
+    grid = "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,250px),1fr));gap:8px;margin:6px 0"
     return (
         '<div role="group" aria-label="symbiosis dashboard" style="max-width:1100px;line-height:1.45">'
         f"<div><b>symbiosis</b> &#160;{html.escape(view.title)} &#160;"
@@ -81,10 +84,11 @@ def to_html(view: View) -> str:
 
 
 def _box(panel: Panel) -> str:
+    digits = "font-variant-numeric:tabular-nums;white-space:nowrap"
     row = "display:flex;justify-content:space-between;gap:8px"
     cells = "".join(
         f'<div style="{row}"><span style="opacity:0.75">{html.escape(label)}</span> '
-        f'<span data-symbiosis="{key}" style="font-variant-numeric:tabular-nums">{html.escape(value)}</span></div>'
+        f'<span data-symbiosis="{key}" style="{digits}">{html.escape(value)}</span></div>'
         for key, label, value in panel.numbers
     )
     border = "border:1px solid rgba(128,128,128,0.45);border-radius:4px;padding:6px 10px;min-width:0"
@@ -94,13 +98,17 @@ def _box(panel: Panel) -> str:
 
 
 def _state(view: View) -> str:
-    cost = f", drawing took {view.own_share:.1%}" if view.own_share else ""
-    return f"{view.state}, as of {view.updated}{cost}"
+    return f"{view.state}, as of {view.updated}"
 
 
 def _throughput(view: View) -> Panel:
-    now, stats = view.timeline.recent(RECENT_S), view.stats
-    rates = [(i.ended_s, i.rate("model_tokens")) for i in view.timeline.intervals()]
+    # A step's tokens are counted when its forward pass is sent: less than two steps would show the pulse, not the rate.
+    window_s = max(RECENT_S, 2 * (view.training.step_s() or 0.0))
+    now, stats = view.timeline.recent(window_s), view.stats
+    windows = view.timeline.windows(window_s)
+    # The first ones are short, and a burst in a short time would dwarf all that follows.
+    full = [window for window in windows if window.seconds >= window_s] or windows
+    rates = [(i.ended_s, i.rate("model_tokens")) for i in full]
     top = max((rate for _, rate in rates), default=0.0)
     words = f"tokens per second over time, now {now.rate('model_tokens'):,.0f}, at most {top:,.0f}"
     numbers = [
@@ -138,7 +146,7 @@ def _memory(view: View) -> Panel:
     numbers = [("memory", "this process", f"{view.memory_bytes / 1e6:,.0f} MB")]
     if view.device_bytes is not None:
         numbers.append(("device", "this device", f"{view.device_bytes / 1e6:,.0f} MB"))
-    numbers.append(("base", "base model, not held here", f"{view.base_bytes / 1e6:,.0f} MB"))
+    numbers.append(("base", "base, not held here", f"{view.base_bytes / 1e6:,.0f} MB"))
     return Panel("memory", numbers, line_chart([points], words))
 
 
