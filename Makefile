@@ -25,7 +25,7 @@ SLOW   := slow and not gpu and not browser
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo lab setup test test-slow conformance notebooks notebooks-short pairs browser check format faults soak bench clean
+.PHONY: help demo lab setup test test-slow conformance notebooks notebooks-short pairs browser check format faults soak fuzz bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -76,6 +76,10 @@ faults: $(STAMPS)/dev ## servers killed, networks cut, tenants that overdo it (~
 
 soak: $(STAMPS)/dev ## half an hour of mixed work and random kills; figures go to faults.json
 	$(BIN)/python -m tests.faults soak $(FAULTS_ARGS)
+
+fuzz: $(STAMPS)/dev ## ten minutes of coverage-guided fuzzing of every decoder; what reached new code joins the corpus
+	$(PIP) install -c constraints.txt atheris
+	$(BIN)/python -m tests.faults.fuzz
 
 bench: $(STAMPS)/demo ## a wrapped client against the local model, measured in one run
 	$(BIN)/python -m benchmarks run --quick --out bench.json $(BENCH_ARGS)

@@ -35,8 +35,17 @@ def _demo(argv: Sequence[str]) -> int:
     return demo.main(argv)
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    from symbiosis import doctor
+
+    return doctor.main(argv)
+
+
 VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
-    {"demo": Verb("two clients fine-tune different adapters on one shared model", _demo)}
+    {
+        "demo": Verb("two clients fine-tune different adapters on one shared model", _demo),
+        "doctor": Verb("examine a server, step by step: doctor URL", _doctor),
+    }
 )
 
 

@@ -185,6 +185,16 @@ class ServerOptions(Options):
         ge=0,
         description="Most bytes kept of forward passes for the gradients that follow; what is gone is computed again.",
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Serve /metrics, /livez and /readyz over HTTP here; 0 = any free port.",
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="Address of metrics_port.")
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Log lines for people, or as JSON objects for collectors."
+    )
     max_wait_us: int = Field(
         default=3_000_000,
         ge=0,

@@ -22,6 +22,7 @@ from symbiosis._version import __version__
 from symbiosis.config import ServerOptions
 from symbiosis.errors import ConfigError, MissingExtraError, SymbiosisError
 from symbiosis.flight import admin
+from symbiosis.flight.json_log import JsonFormatter
 from symbiosis.settings import Setting, choices, did_you_mean, to_toml
 
 PROG = "symbiosis-flight-server"
@@ -169,7 +170,7 @@ def _collect(arguments: argparse.Namespace) -> dict[str, Setting]:
 
 
 def _serve(options: ServerOptions) -> int:
-    _configure_logging(options.log_level)
+    _configure_logging(options.log_level, options.log_format)
     try:
         return _run_server(options)
     except SymbiosisError as error:
@@ -193,11 +194,14 @@ def _run_server(options: ServerOptions) -> int:
     return run(options)
 
 
-def _configure_logging(level: str) -> None:
+def _configure_logging(level: str, log_format: str) -> None:
     # Only our own loggers follow the option: debug output of every library would bury ours.
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=form)
     logging.getLogger("symbiosis").setLevel(level.upper())
+    if log_format == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
 
 
 def _report(error: SymbiosisError) -> int:

@@ -246,6 +246,14 @@ class Scheduler:
         with self._changed:
             return sum(map(len, self._queues.values()))
 
+    @property
+    def queued_bytes(self) -> int:
+        return self._queued_bytes
+
+    @property
+    def queued_tokens(self) -> int:
+        return self._queued_tokens
+
     def _admit(self, task: Task) -> None:
         if self._closed:
             raise ServerBusyError("the server is draining and takes no new calls", retry_after_s=1.0)

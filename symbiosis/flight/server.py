@@ -35,6 +35,7 @@ from symbiosis.flight.base_model import BaseModel
 from symbiosis.flight.caretaker import Caretaker
 from symbiosis.flight.executor import Executor
 from symbiosis.flight.ledger import Ledger
+from symbiosis.flight.probes import Probes
 from symbiosis.flight.scheduler import Batch, Scheduler
 from symbiosis.flight.service import Payload, Service
 from symbiosis.flight.soft_cache import SoftCache
@@ -42,6 +43,7 @@ from symbiosis.flight.streams import Streams
 from symbiosis.flight.tokens import TokenBook
 
 if TYPE_CHECKING:
+    from symbiosis.flight.metrics import Metrics, Snapshot
     from symbiosis.privacy.certificates import Identity
 
 logger = logging.getLogger(__name__)
@@ -78,9 +80,17 @@ class Server:
         self.payload = _payload(options)
         self.ledger = _ledger(base, options)
         self._service = self._bind()
+        self._probes: Probes | None = None
         self._caretaker = Caretaker(self._streams, self._executor, options.watchdog_s)
         self._executor.start()
         self._caretaker.start()
+        if options.metrics_port is not None:
+            self._open_probes(options.metrics_host, options.metrics_port)
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where /metrics, /livez and /readyz are, if they are."""
+        return self._probes.port if self._probes else None
 
     @property
     def port(self) -> int:
@@ -110,6 +120,8 @@ class Server:
         finished = self._executor.join(limit_s)
         closing = threading.Thread(target=self._service.shutdown, name="symbiosis-shutdown", daemon=True)
         self._caretaker.close()
+        if self._probes:
+            self._probes.close()
         closing.start()
         closing.join(max(0.5, min(2.0, deadline_s - time.monotonic())))
         self._streams.cut_all()
@@ -144,6 +156,59 @@ class Server:
             mean_batch=counters.requests / counters.batches if counters.batches else 0.0,
             memory_bytes=peak_memory_bytes(),
             fingerprint=self.base.fingerprint,
+        )
+
+    def _open_probes(self, host: str, port: int) -> None:
+        try:
+            from symbiosis.flight.metrics import Metrics
+        except ModuleNotFoundError as error:
+            self.close(0.0)
+            raise MissingExtraError(
+                f"metrics_port needs the package {error.name}; run: pip install 'symbiosis-flight[server]'"
+            ) from error
+        metrics = self._counters.metrics = Metrics(self._snapshot)
+        try:
+            self._probes = Probes(
+                host,
+                port,
+                alive=lambda: not self._caretaker.stuck,
+                ready=lambda: self._health().status == "serving",
+                metrics=metrics.text,
+            )
+        except OSError as error:
+            self.close(0.0)
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}; give --metrics-port another one") from error
+
+    def _snapshot(self) -> Snapshot:
+        """What Prometheus is told."""
+        counters, streams = self._counters, self._streams.per_client()
+        on_device = self.base.device.type == "cuda"
+        tenants = {tenant: self.ledger.stats(tenant) for tenant in self.ledger.tenants}
+        fields = ("requests", "tokens", "bytes_in", "bytes_out", "refused")
+        from symbiosis.flight.metrics import Snapshot
+
+        return Snapshot(
+            gauges={
+                "queued_requests": self._scheduler.queued,
+                "queued_tokens": self._scheduler.queued_tokens,
+                "queued_bytes": self._scheduler.queued_bytes,
+                "clients": len(streams),
+                "streams": streams.total(),
+                "memory_bytes": memory_bytes(),
+                "device_memory_bytes": torch.cuda.memory_allocated(self.base.device) if on_device else 0,
+                "draining": self._draining,
+                "stuck": self._caretaker.stuck,
+                "uptime_seconds": time.monotonic() - self._started_s,
+            },
+            counters={
+                "requests": counters.requests,
+                "batches": counters.batches,
+                "tokens": counters.tokens,
+                "compute_seconds": counters.compute_s,
+                "connections_cut": self._streams.cut_off,
+            },
+            errors=dict(self._service.error_codes),
+            tenants={name: {field: getattr(stats, field) for field in fields} for name, stats in tenants.items()},
         )
 
     def _describe(self) -> protocol.Manifest:
@@ -222,8 +287,13 @@ class _Counters:
     def __init__(self) -> None:
         self.requests = self.batches = self.tokens = 0
         self.compute_s = 0.0
+        self.metrics: Metrics | None = None
 
     def observe(self, batch: Batch, computed_s: float) -> None:
+        if self.metrics:
+            ended_s = time.perf_counter()
+            queue_s = (max(0.0, ended_s - computed_s - task.enqueued_s) for task in batch.tasks)
+            self.metrics.batch(len(batch.tasks), batch.tokens, computed_s, queue_s)
         self.requests += len(batch.tasks)
         self.batches += 1
         self.tokens += batch.tokens
@@ -324,6 +394,12 @@ def _with_tokens(options: ServerOptions) -> ServerOptions:
     path = options.tokens_path
     found = options.tokens is None and path is not None and path.exists()
     return options.model_copy(update={"tokens": str(path)}) if found else options
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _listening(server: Server) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -87,10 +88,15 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         self._actions = actions
         self._max_message_bytes = max_message_bytes
         self.streams = streams or Streams(max_per_client=1 << 30, idle_s=float("inf"), write_s=float("inf"))
-        self.errors = 0
+        self.error_codes: Counter[str] = Counter()
         self._ledger = ledger or Ledger({})
         self._payload = payload
         super().__init__(location, **_transport(identity), middleware=self._middleware())
+
+    @property
+    def errors(self) -> int:
+        """How many calls were answered with an error."""
+        return self.error_codes.total()
 
     @property
     def clients(self) -> int:
@@ -134,7 +140,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
                 intact = True
             except PayloadError as error:  # of `open`: an answer raises nothing
                 logger.warning("stream of client %s: a sealed message did not authenticate", party.name)
-                answer, intact = self._error(None, error), False
+                answer, intact = self._error(None, error, party.name), False
             stream.begins("writing", time.monotonic())
             _write(writer, session, answer)
             if not intact:
@@ -159,7 +165,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
                 raise PayloadError("this server seals no streams; its operator can start it with --payload offer")
             accept, session = self._payload.key.accept(command, offer)
         except PayloadError as error:
-            _write(writer, None, self._error(None, error))
+            _write(writer, None, self._error(None, error, ""))
             return None, True
         _write(writer, None, (protocol.encode_header(accept), EMPTY_BATCH))
         return session, False
@@ -222,14 +228,17 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
     def _answer(self, chunk: Any, party: Party, refusal: SymbiosisError | None, context: Any) -> Message:
         received_s = time.perf_counter()
         if refusal is not None:  # not raised: each raise would add this frame, and so the message, to its traceback
-            return self._error(chunk, refusal)
+            return self._error(chunk, refusal, party.name)
         try:
             return self._call(chunk, party, received_s, context)
         except SymbiosisError as error:
-            return self._error(chunk, error)
+            return self._error(chunk, error, party.name)
         except Exception:
-            logger.exception("answering a call of client %s failed", party.name)
-            return self._error(chunk, RemoteComputeError("the server failed on this call; its log has the details"))
+            call_id = protocol.peek_id(chunk.app_metadata)
+            context = {"call": call_id, "client": party.name}
+            logger.exception("answering call %d of client %s failed", call_id, party.name, extra=context)
+            failure = RemoteComputeError(f"the server failed on call {call_id}; its log has the details")
+            return self._error(chunk, failure, party.name)
 
     def _call(self, chunk: Any, party: Party, received_s: float, context: Any) -> Message:
         request: Request = protocol.decode_header(chunk.app_metadata, Request)
@@ -326,9 +335,11 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
                 f"limit is {self._max_message_bytes:,}, so send at most {usable_bytes // token_bytes:,} tokens"
             )
 
-    def _error(self, chunk: Any, error: SymbiosisError) -> Message:
-        self.errors += 1
+    def _error(self, chunk: Any, error: SymbiosisError, client: str) -> Message:
         call_id = protocol.peek_id(chunk.app_metadata) if chunk is not None else 0
+        self.error_codes[error.code] += 1
+        context = {"call": call_id, "client": client, "code": error.code}
+        logger.debug("call %d of client %s: %s", call_id, client, error.code, extra=context)
         return protocol.encode_header(_error_header(call_id, error)), EMPTY_BATCH
 
     # --- actions and downloads -----------------------------------------------------------------------

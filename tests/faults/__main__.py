@@ -49,6 +49,23 @@ SCENARIOS: dict[str, tuple[Callable[[Nursery, float], Figures], Target, str]] = 
         exact,
         "completes, same losses",
     ),
+    "tenants": (
+        lambda nursery, scale: scenarios.tenants(nursery, 20 * scale),
+        lambda f: f["p99_ratio"] <= 2.0,
+        "a light client's decode calls: p99 within 2x of alone",
+    ),
+    "overload": (
+        lambda nursery, scale: scenarios.overload(nursery, 20 * scale),
+        lambda f: f["goodput_ratio"] >= 0.9 and f["refusals"] > 0 and not f["other_errors"] and f["right_afterwards"],
+        "refusals typed, goodput within 10% of the best",
+    ),
+    "soak": (
+        lambda nursery, scale: scenarios.soak(nursery, 1800 * scale),
+        lambda f: (
+            not (f["wrong_results"] or f["stuck_clients"] or f["failed_calls"]) and abs(f["memory_growth"]) <= 0.03
+        ),
+        "server memory flat (3%), 0 wrong results, 0 failed calls, no stuck client",
+    ),
 }
 
 

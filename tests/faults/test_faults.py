@@ -94,6 +94,27 @@ def test_resets_delays_and_an_outage(nursery: Nursery) -> None:
     assert figures["largest_loss_difference"] <= TOLERANCE
 
 
+def test_a_little_of_the_soak(nursery: Nursery) -> None:
+    figures = scenarios.soak(nursery, seconds=6.0, clients=6)
+
+    assert figures["results_checked"] > 50
+    assert (figures["wrong_results"], figures["failed_calls"], figures["stuck_clients"]) == (0, 0, 0)
+
+
+def test_overload_is_refused_by_name_and_harms_nothing(nursery: Nursery) -> None:
+    figures = scenarios.overload(nursery, seconds=2.0, clients=16)
+
+    assert figures["refusals"] > 0
+    assert figures["other_errors"] == 0
+    assert figures["right_afterwards"]
+
+
+def test_a_light_client_is_served_beside_ten_heavy_ones(nursery: Nursery) -> None:
+    figures = scenarios.tenants(nursery, seconds=1.5)
+
+    assert figures["beside_calls"] > 0.02 * figures["alone_calls"]  # how well is a figure of `make faults`
+
+
 def test_a_server_that_comes_back_with_another_model_ends_the_training(
     serve: Serve, connect: Connect, start_server: Any, tiny_llama: Any
 ) -> None:

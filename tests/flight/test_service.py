@@ -18,6 +18,7 @@ import torch
 from symbiosis.errors import ProtocolError
 from symbiosis.flight import protocol
 from symbiosis.flight.base_model import BaseModel
+from symbiosis.flight.ledger import Party
 from symbiosis.flight.protocol import Manifest, Open, Ticket
 from symbiosis.flight.server import Server
 
@@ -306,7 +307,7 @@ def test_refusing_a_stream_again_and_again_holds_no_requests(llama_server: Serve
 
     refusal = ProtocolError("refused")
     for _ in range(5):
-        llama_server._service._answer(Chunk(), "client", refusal, None)
+        llama_server._service._answer(Chunk(), Party(), refusal, None)
 
     assert refusal.__traceback__ is None
 
