@@ -14,37 +14,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from symbiosis.flight.protocol import MAX_OUTPUTS, MAX_STEPS, Step
-from symbiosis.rows import flat, joined_rows, owned, split_rows
-
-
-class SegmentRemote(Protocol):
-    """Where segments are computed."""
-
-    def segment(
-        self,
-        steps: Sequence[Step],
-        outputs: Sequence[int],
-        tensors: Sequence[torch.Tensor],
-        kept: list[int] | None = None,
-    ) -> list[torch.Tensor]:
-        """Run steps on inputs [N, d]; the chosen values, each [N, d]. `kept` is filled for `segment_grad`."""
-
-    def segment_grad(
-        self,
-        steps: Sequence[Step],
-        outputs: Sequence[int],
-        wrt: Sequence[int],
-        grads: Sequence[torch.Tensor | None],
-        tensors: Sequence[torch.Tensor],
-        kept: Sequence[int],
-    ) -> list[torch.Tensor]:
-        """Gradients for the inputs at the places `wrt`, each [N, d], from those of the outputs."""
+from symbiosis.segments import Segment, SegmentCall, SegmentRemote, input_gradients, overwritten
 
 
 class Deferrals(threading.local):
@@ -123,7 +98,7 @@ class Node:
         for arg, version in zip(self.args, self._versions, strict=True):
             now, then = (arg.value, arg.value_version) if isinstance(arg, Node) else (arg, version)
             if now is not None and now._version != then:
-                raise RuntimeError(_overwritten(self.step))
+                raise RuntimeError(overwritten(self.step))
 
     def settle(self, value: torch.Tensor) -> None:
         """Take a value; what it was computed from is let go, unless it was computed here."""
@@ -177,7 +152,7 @@ def gradients_of(node: Node, grad: torch.Tensor) -> Iterator[tuple[torch.Tensor,
     segment, place = node.origin
     grads: list[torch.Tensor | None] = [None] * segment.count
     grads[place] = grad
-    for source, own in zip(segment.call.sources, _input_gradients(segment, grads), strict=True):
+    for source, own in zip(segment.call.sources, input_gradients(segment, grads), strict=True):
         if own is not None:
             yield from _passed_on(source, own)
 
@@ -213,71 +188,6 @@ def fits(node: Node) -> bool:
     return len(order) < MAX_STEPS - 2 and len(_inputs(order)) < MAX_OUTPUTS
 
 
-class _Call(NamedTuple):
-    """A segment as it is sent."""
-
-    remote: SegmentRemote
-    steps: tuple[Step, ...]
-    outputs: tuple[int, ...]
-    lead: tuple[int, ...]
-    widths: tuple[int, ...]  # into which the last output is split; empty if it is not
-    records: bool
-    sources: tuple[Node | torch.Tensor, ...]  # of its inputs
-
-    def shaped(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Outputs [N, d] as the tensors of the model, [*lead, d]."""
-        whole = results[:-1] if self.widths else results
-        parts = split_rows(results[-1], self.widths, self.lead) if self.widths else ()
-        return *(owned(value, (*self.lead, value.shape[1])) for value in whole), *parts
-
-    def gradients(self, grads: Sequence[torch.Tensor | None], like: torch.Tensor) -> list[torch.Tensor | None]:
-        """Gradients of the tensors of the model as those of the outputs, [N, d]."""
-        whole = len(self.outputs) - bool(self.widths)
-        found = [None if grad is None else flat(grad) for grad in grads[:whole]]
-        parts = grads[whole:]
-        if all(part is None for part in parts):
-            return [*found, *([None] if self.widths else [])]
-        zeros = [like.new_zeros(1).expand(*self.lead, width) for width in self.widths]
-        return [*found, joined_rows([z if part is None else part for part, z in zip(parts, zeros, strict=True)])]
-
-
-class _Segment(torch.autograd.Function):
-    """A segment as one node of autograd: one call forward, one back."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.kept = call, [] if call.records and any(ctx.needs_input_grad) else None
-        # Not saved for backward: a checkpoint must find the same tensors saved when a layer runs again, and
-        # a segment may have begun in the layer before.
-        ctx.inputs, ctx.versions = inputs, [x._version for x in inputs]
-        results = call.shaped(call.remote.segment(call.steps, call.outputs, [flat(x) for x in inputs], ctx.kept))
-        ctx.count = len(results)
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *_input_gradients(ctx, grads)
-
-
-def _input_gradients(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Gradients of a segment's inputs, from those of what it returned."""
-    call: _Call = ctx.call
-    wrt = [place for place, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-    given = call.gradients(grads, ctx.inputs[0])
-    results: list[torch.Tensor | None] = [None] * len(ctx.inputs)
-    if not wrt or all(grad is None for grad in given):
-        return results
-    if [x._version for x in ctx.inputs] != ctx.versions:
-        raise RuntimeError(_overwritten(call.steps[0]))
-    inputs = [flat(x) for x in ctx.inputs]
-    found = call.remote.segment_grad(call.steps, call.outputs, wrt, given, inputs, ctx.kept)
-    for place, grad in zip(wrt, found, strict=True):
-        results[place] = grad.view(ctx.inputs[place].shape)
-    return results
-
-
 def _segment(
     target: Node, linears: Sequence[str], widths: Sequence[int] = (), *, aside: bool = False
 ) -> tuple[tuple[torch.Tensor, ...], list[Node]]:
@@ -299,8 +209,8 @@ def _segment(
     for value in inputs:
         target.deferrals.saw(value)
     shape, remote = target.shape[:-1], target.deferrals.remote
-    call = _Call(remote, tuple(steps), tuple(outputs), shape, tuple(widths), target.records, tuple(sources))
-    return _Segment.apply(call, *inputs), kept  # type: ignore[no-untyped-call]
+    call = SegmentCall(remote, tuple(steps), tuple(outputs), shape, tuple(widths), target.records, tuple(sources))
+    return Segment.apply(call, *inputs), kept  # type: ignore[no-untyped-call]
 
 
 def _pending(node: Node) -> Iterator[Node]:
@@ -367,10 +277,3 @@ def _modes_of(node: Node) -> Iterator[None]:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _overwritten(step: Step) -> str:
-    return (
-        f"an input of {step.do} {', '.join(step.modules)} was changed in place before its value was used; "
-        "wrap(model, granularity='linear') does not put calls off"
-    )

@@ -24,8 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from symbiosis.flight.protocol import MAX_MODULES_PER_CALL
 from symbiosis.lazy import Deferred, deferring, linears_of, value_of
-from symbiosis.pending import Deferrals, SegmentRemote
+from symbiosis.pending import Deferrals
 from symbiosis.rows import flat, joined_rows, split_rows
+from symbiosis.segments import SegmentRemote
 
 
 class Remote(SegmentRemote, Protocol):
