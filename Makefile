@@ -42,7 +42,7 @@ test: $(STAMPS)/dev ## the fast tests, warnings as errors
 	$(BIN)/python -m pytest -m "$(FAST)" $(PYTEST_ARGS)
 
 test-slow: $(STAMPS)/real ## the tests on real models, and the rarer lines of docs/compatibility.md
-	$(BIN)/python -m pytest -m "$(SLOW)" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "$(SLOW)" --ignore=tests/notebooks $(PYTEST_ARGS)  # those: make notebooks
 
 conformance: $(STAMPS)/real ## every line of docs/compatibility.md, tested, then the table printed and written again
 	$(BIN)/python -m pytest tests/conformance $(PYTEST_ARGS)

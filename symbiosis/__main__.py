@@ -41,10 +41,17 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor.main(argv)
 
 
+def _top(argv: Sequence[str]) -> int:
+    from symbiosis.integrations import top
+
+    return top.main(argv)
+
+
 VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
     {
         "demo": Verb("two clients fine-tune different adapters on one shared model", _demo),
         "doctor": Verb("examine a server, step by step: doctor URL", _doctor),
+        "top": Verb("a server's counters, live, in the terminal", _top),
     }
 )
 

@@ -1,1 +1,1 @@
-"""What sits beside `connection`: the demo, and later the verbs and callbacks of other tools."""
+"""What sits beside `connection`: the demo, `top`, and callbacks of other tools."""
