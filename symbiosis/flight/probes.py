@@ -4,8 +4,8 @@
     readyz   200 once a real product was computed in time; 503 while draining, or if it was not
     metrics  for Prometheus
 
-One rule: a probe answers in time, whatever the device does, and tells nothing that a passer-by may not know: neither
-names of clients nor of the model. It listens on this machine only unless told otherwise.
+One rule: a probe answers in time, whatever the device does. The metrics name tenants and the port has neither TLS nor
+tokens, so it listens on this machine only unless told otherwise.
 """
 
 from __future__ import annotations

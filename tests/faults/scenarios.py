@@ -184,11 +184,11 @@ def overload(nursery: Nursery, seconds: float, clients: int = 40) -> Figures:
 def soak(nursery: Nursery, seconds: float, clients: int = 16) -> Figures:
     """Mixed work of many clients, each result checked, while one of two servers is killed and connections are cut."""
     steady, shaky = nursery.start(), nursery.start()
-    stop, outcome = threading.Event(), Outcome()
+    stop, outcome, model = threading.Event(), Outcome(), tiny_model()
     with Proxy(steady.port) as proxy:
         urls = [[proxy.url], [shaky.url, proxy.url], [proxy.url, shaky.url]]
         workers = [
-            threading.Thread(target=_soak_client, args=(urls[i % 3], i, stop, outcome), daemon=True)
+            threading.Thread(target=_soak_client, args=(urls[i % 3], i, model, stop, outcome), daemon=True)
             for i in range(clients)
         ]
         for worker in workers:
@@ -298,10 +298,9 @@ def _load(url: str, clients: int, seconds: float) -> Load:
     return found
 
 
-def _soak_client(urls: list[str], seed: int, stop: threading.Event, outcome: Outcome) -> None:
+def _soak_client(urls: list[str], seed: int, model: Any, stop: threading.Event, outcome: Outcome) -> None:
     """Connects, works, leaves, comes back; a call that fails is counted, and ends that session."""
     chance = random.Random(seed)
-    model = tiny_model()
     while not stop.is_set():
         try:
             with symbiosis.connect(urls, request_timeout_s=60, connect_timeout_s=20) as conn:

@@ -324,7 +324,7 @@ def test_failing_calls_whose_exceptions_are_kept_hold_no_streams(serve: Serve, c
 
     def fail(tokens: int) -> None:
         try:
-            conn._caller._exchange("forward", [Q], [torch.ones(tokens, 7)], [48])  # 7 is not its width
+            conn._caller.call("forward", [Q], [torch.ones(tokens, 7)])  # 7 is not its width
         except InvalidInputError as error:
             kept.append(error)
 

@@ -53,7 +53,7 @@ def test_metrics_count_what_was_done(server: Server) -> None:
         for _ in range(3):
             conn._caller.call("forward", [Q], [torch.ones(5, 32)])
         with pytest.raises(InvalidInputError):
-            conn._caller._exchange("forward", [Q], [torch.ones(1, 7)], [48])
+            conn._caller.call("forward", [Q], [torch.ones(1, 7)])
         found = samples(get(server, "/metrics")[1])
 
     assert found["symbiosis_requests_total"] == 3
