@@ -56,17 +56,16 @@ class Replica:
         self.failed_in_all = 0
         self.first_failed_s = 0.0
         self.free_s = 0.0  # not tried again before this reading of time.monotonic()
-        self.last_error: SymbiosisError | None = None
+        self.last_error = ""  # as text: the error itself would keep a call's tensors alive
         self.clients = 0
 
     def state(self) -> ServerState:
-        error = self.last_error
         return ServerState(
             url=self.url,
             up=not self.failures,
             failures=self.failures,
             failed_in_all=self.failed_in_all,
-            last_error="" if error is None else f"{error.code}: {error}",
+            last_error=self.last_error,
         )
 
     def fail(self, error: SymbiosisError, now_s: float) -> None:
@@ -74,7 +73,7 @@ class Replica:
             self.first_failed_s = now_s
         self.failures += 1
         self.failed_in_all += 1
-        self.last_error = error
+        self.last_error = f"{error.code}: {error}"
         self.free_s = now_s + _pause_s(self.failures, error)
 
 
@@ -203,7 +202,7 @@ class Replicas:
             if all(other.failures for other in self._replicas):
                 wait_s = max(0.0, min(other.free_s for other in self._replicas) - now_s)
         if replica.failures == 1:
-            logger.warning("%s [%s]", error, error.code)
+            logger.warning("%s [%s]", str(error), error.code)
         return wait_s
 
     def _on_success(self, replica: Replica) -> None:

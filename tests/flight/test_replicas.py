@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -323,3 +326,24 @@ def test_a_broken_download_goes_on_elsewhere_without_repeating(pool_of: Any) -> 
     a.fail(GONE)
 
     assert [message.app_metadata for message in pool.download(b"ticket", 5.0)] == [bytes([i]) for i in range(6)]
+
+
+def test_an_outage_keeps_nothing_of_its_calls_alive(pool_of: Any) -> None:
+    class Body:
+        pass
+
+    channel = FakeChannel()
+    pool = pool_of(channel, retry_s=0.0)
+
+    def attempt(_: Channel) -> None:
+        body = Body()  # on the stack when the call fails, as its tensors are
+        alive.append(weakref.ref(body))
+        raise ConnectError("gone")
+
+    alive: list[weakref.ref[Body]] = []
+    with contextlib.suppress(ConnectError):
+        pool.run(attempt, time.monotonic() + 5)
+    gc.collect()
+
+    assert not pool.states()[0].up
+    assert alive[0]() is None
