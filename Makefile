@@ -25,7 +25,7 @@ SLOW   := slow and not gpu and not browser
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo lab setup test test-slow conformance notebooks notebooks-short pairs browser check format faults soak fuzz bench clean
+.PHONY: help demo lab setup test test-slow conformance notebooks notebooks-short pairs browser docs check format faults soak fuzz bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -59,6 +59,9 @@ pairs: $(STAMPS)/lab ## write the .ipynb of each notebook's .py, without outputs
 
 browser: $(STAMPS)/lab ## the quickstart in a real JupyterLab and Chromium; pictures go to runs/browser
 	BROWSER_OUT=runs/browser $(BIN)/python -m pytest tests/browser -m browser -o faulthandler_timeout=0 $(PYTEST_ARGS)
+
+docs: $(STAMPS)/docs ## the documentation site, into site/; any warning fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: $(STAMPS)/dev ## format, lint, types, layers, then the fast tests
 	$(BIN)/python -m ruff format --check .
@@ -117,6 +120,11 @@ $(STAMPS)/dev: $(DECLARED) $(STAMPS)/demo
 $(STAMPS)/lab: $(STAMPS)/dev
 	@echo "[+] JupyterLab, and what runs notebooks and browsers"
 	$(PIP) install -c constraints.txt -e '.[server,demo,notebook,lab]'
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/dev
+	@echo "[+] what builds the documentation site"
+	$(PIP) install -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(STAMPS)/real: $(STAMPS)/dev

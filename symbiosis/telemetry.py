@@ -17,6 +17,8 @@ from symbiosis.tables import html_table
 
 logger = logging.getLogger(__name__)
 
+FORWARD_OPS = ("forward", "segment")  # the others take gradients back
+
 
 @dataclass(frozen=True, slots=True)
 class CallEvent:
@@ -210,7 +212,7 @@ class Recorder:
             self._retries += event.retries
             self._retry_s += event.retry_s
             self._add_busy(event.started_s, event.ended_s)
-            if event.op != "grad_input" and event.modules:
+            if event.op in FORWARD_OPS and event.modules:
                 last = event.modules[-1]  # not the first: several segments may begin with the same norm
                 self._tokens_by_module[last] = self._tokens_by_module.get(last, 0) + event.tokens
 

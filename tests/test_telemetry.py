@@ -33,7 +33,12 @@ def recorded(*events: CallEvent) -> Stats:
 
 
 def test_model_tokens_count_each_token_once_however_many_calls_carry_it() -> None:
-    training = [event(modules=("q", "k", "v")), event(modules=("o",)), event(modules=("o",), op="grad_input")]
+    training = [
+        event(modules=("q", "k", "v")),
+        event(modules=("o",)),
+        event(modules=("o",), op="grad_input"),
+        event(modules=("o",), op="segment_grad"),
+    ]
     decoding = [event(modules=("q", "k", "v"), tokens=1), event(op="segment", modules=("o", "norm", "mlp"), tokens=1)]
 
     assert recorded(*training).model_tokens == 10

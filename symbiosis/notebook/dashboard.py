@@ -83,6 +83,7 @@ class Dashboard:
             server=self._poll.last,
             server_before=self._poll.before,
             server_silent=self._poll.silent,
+            privacy=connection.privacy.stats().rows() if connection.privacy is not None else (),
         )
 
     def widget(self) -> Any:

@@ -31,6 +31,7 @@ class View:
         device_bytes: allocated on this process's accelerator, where there is one.
         server: its last answer, and the connection's sums when that came; `server_before` is the one before.
         server_silent: why there was no answer, the last time it was asked.
+        privacy: (label, value) of the masks, where they are on.
     """
 
     title: str
@@ -45,6 +46,7 @@ class View:
     server: tuple[ServerStats, Stats] | None = None
     server_before: tuple[ServerStats, Stats] | None = None
     server_silent: str = ""
+    privacy: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,10 @@ class Panel:
 
 
 def panels(view: View) -> list[Panel]:
-    """In the order in which they are shown; training only once a step was tracked."""
+    """In the order in which they are shown; training only once a step was tracked, privacy only where it is on."""
     found = [_throughput(view), _time(view), _memory(view), _server(view)]
+    if view.privacy:
+        found.append(Panel("privacy", [(f"privacy_{n}", *row) for n, row in enumerate(view.privacy)]))
     return [_training(view), *found] if view.training.last else found
 
 

@@ -148,6 +148,17 @@ def test_training_is_shown_once_a_step_was_tracked() -> None:
     assert "a step, of late 4.00 s" in text
 
 
+def test_privacy_is_shown_where_it_is_on(url: str, start_server: Any, tiny_llama: Any) -> None:
+    from symbiosis.privacy import Masking
+
+    with symbiosis.connect(url) as plain:
+        assert 'aria-label="privacy"' not in to_html(plain.dashboard().view())
+    with symbiosis.connect(url, privacy=Masking(dealer=start_server(tiny_llama()).url)) as masked:
+        assert masked.privacy is not None
+        shown = shown_numbers(to_html(masked.dashboard().view()))
+        assert shown["privacy_0"] == masked.privacy.stats().rows()[0][1]
+
+
 def test_the_share_is_ours_of_all_that_the_server_computed() -> None:
     def answer(requests: int, tokens: int) -> ServerStats:
         return ServerStats(
