@@ -162,15 +162,31 @@ def _stopped_unless_ready(server: KernelServer) -> Iterator[None]:
         raise
 
 
-def _token(variable: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+def _token(variable: str | None) -> str | None:
+    """The token in an environment variable or, in Colab, in the secret of that name."""
     if variable is None:
         return None
-    if not environ.get(variable):
+    token = os.environ.get(variable) or _colab_secret(variable)
+    if not token:
         raise AuthError(
             f"the environment variable {variable} is not set in this kernel, so there is no token; "
             f"set it where Jupyter is started, or here: os.environ[{variable!r}] = getpass.getpass()"
         )
-    return environ[variable]
+    return token
+
+
+def _colab_secret(name: str) -> str | None:
+    colab = sys.modules.get("google.colab")  # Colab's kernels import it before any cell runs
+    if colab is None:
+        return None
+    try:
+        secret: str | None = colab.userdata.get(name)
+    except Exception as error:  # its classes exist only there: no such secret, or no access for this notebook
+        raise AuthError(
+            f"Colab does not give the secret {name} ({type(error).__name__}); add it under the key symbol in the "
+            "side bar, and switch on its access for this notebook"
+        ) from None
+    return secret
 
 
 def _is_connection(value: object) -> bool:

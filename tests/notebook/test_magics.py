@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from xml.etree import ElementTree
 
 import pytest
 from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError
 
+import symbiosis.connection
 from symbiosis.errors import AuthError, ConfigError, ConnectError
 from symbiosis.notebook.verbs import VERBS
 from tests.notebook.conftest import Notebook
@@ -116,6 +118,34 @@ def test_a_token_comes_from_the_environment_and_is_not_shown(
     notebook.run("%symbiosis traceback")
     captured = capsys.readouterr()
     assert "s3cr3t" not in captured.out + captured.err + notebook.texts()
+
+
+class Secrets:
+    """What Colab's userdata does."""
+
+    def __init__(self, **secrets: str) -> None:
+        self._secrets = secrets
+
+    def get(self, name: str) -> str:
+        if name not in self._secrets:
+            raise LookupError(name)
+        return self._secrets[name]
+
+
+def test_in_colab_a_token_may_be_a_secret(
+    notebook: Notebook, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    colab = types.SimpleNamespace(userdata=Secrets(BASE_TOKEN="s3cr3t"))
+    monkeypatch.setitem(sys.modules, "google.colab", colab)
+
+    with pytest.raises(AuthError, match=r"Colab does not give the secret OTHER \(LookupError\)"):
+        notebook.ok(f"%symbiosis connect {url} --token-env OTHER")
+    given: list[object] = []
+    monkeypatch.setattr(
+        "symbiosis.connect", lambda url, token: given.append(token) or symbiosis.connection.connect(url)
+    )
+    notebook.ok(f"%symbiosis connect {url} --token-env BASE_TOKEN")
+    assert given == ["s3cr3t"]
 
 
 def test_a_failure_is_a_paragraph_and_its_traceback_is_there_on_demand(
