@@ -374,6 +374,10 @@ class Masking(PrivacyOptions):
         default=None,
         description="URL of the second server, or a Connection to it; not set = the same server: weak, for comparison.",
     )
+    mode: Literal["dealer", "shares"] = Field(
+        default="dealer",
+        description="dealer = masks are dealt ahead of time; shares = the second server computes along with each call.",
+    )
     precision: Literal["double", "single"] = Field(
         default="double",
         description="Of masked traffic and its products; single = half the bytes, for much weaker masks.",

@@ -45,6 +45,7 @@ from symbiosis.flight.tls import Tls
 from symbiosis.plan import Granularity, Place, Plan
 from symbiosis.privacy.dealer import Pool
 from symbiosis.privacy.masking import GRIDS, WHAT_WEAK_DOES_NOT_STOP, MaskedRemote, check_dealer, refuse_unmaskable
+from symbiosis.privacy.shares import Shares
 from symbiosis.privacy.verify import Verifier
 from symbiosis.tables import html_table
 from symbiosis.telemetry import EventBus, Recorder, Stats, StepEvent
@@ -421,14 +422,25 @@ class Connection:
         if privacy.dealer is None:
             warnings.warn(WHAT_WEAK_DOES_NOT_STOP, UserWarning, stacklevel=4)
         timeout_s, grid = self.options.request_timeout_s, GRIDS[privacy.precision]
-        pool = Pool(source, grid, privacy.pool_bytes, timeout_s, privacy.when_empty)
+        pool: Pool | Shares
+        if privacy.mode == "shares":
+            pool = Shares(source, grid, timeout_s)
+        else:
+            pool = Pool(source, grid, privacy.pool_bytes, timeout_s, privacy.when_empty)
         modules = {info.name: info for info in self.manifest.modules}
         return MaskedRemote(self._caller, modules, pool, privacy, verifier)
 
     def _dealer_of(self, privacy: Masking) -> Connection:
         dealer: Any = privacy.dealer
         if isinstance(dealer, str):
-            dealer = self._dealer = connect(dealer, request_timeout_s=self.options.request_timeout_s)
+            o = self.options
+            dealer = self._dealer = connect(
+                dealer,
+                request_timeout_s=o.request_timeout_s,
+                connect_timeout_s=o.connect_timeout_s,
+                retry_s=o.retry_s,
+                keepalive_s=o.keepalive_s,
+            )
         try:
             check_dealer(self, dealer)
         except BaseException:

@@ -215,8 +215,8 @@ class Pool:
     def _deal(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._next() is not None)
-                job = self._next()
+                while (job := self._next()) is None and not self._closed:
+                    self._changed.wait()
             if job is None:
                 return
             self._deal_one(*job)

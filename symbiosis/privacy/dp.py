@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,49 +31,18 @@ from opacus.data_loader import DPDataLoader
 from opacus.grad_sample import GradSampleHooks
 from opacus.optimizers import DPOptimizer
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from symbiosis.adapters import base_of
 from symbiosis.errors import ConfigError, PrivacyCheckError, UnsupportedMethodError
+from symbiosis.privacy.record_loss import IGNORED, record_loss, record_losses, use_record_loss
+from symbiosis.privacy.samples import check_parameters, check_samples, refuse_methods
 from symbiosis.remote import RemoteMixin
 from symbiosis.tables import html_table
 
-TOLERANCE = 2e-2  # of a mean of per-sample gradients against autograd's; bfloat16 keeps 8 bits
-STATE = "privacy"
-# By peft's name for it: why not, as found out by comparing with gradients of one record at a time.
-REFUSED = {
-    "PROMPT_TUNING": "its per-sample gradients are wrong: one embedding serves the whole batch",
-    "P_TUNING": "its per-sample gradients are wrong: one embedding serves the whole batch",
-    "MULTITASK_PROMPT_TUNING": "its per-sample gradients are wrong: one embedding serves the whole batch",
-    "CPT": "its per-sample gradients are wrong: one embedding serves the whole batch",
-    "ADAPTION_PROMPT": "it has no per-sample gradients",
-    "IA3": "it has no per-sample gradients: its vectors are no module with an input of its own",
-    "ADALORA": "it has no per-sample gradients, and its ranks are chosen by the records without a bound",
-    "LOHA": "it has no per-sample gradients: its factors are multiplied before they meet a record",
-    "LOKR": "it has no per-sample gradients: its factors are multiplied before they meet a record",
-    "VERA": "it has no per-sample gradients: its vectors are no module with an input of its own",
-}
-# By transformers' name of a loss: whether token t predicts label t + 1.
-SHIFTS: dict[str | None, bool] = {
-    "ForCausalLM": True,
-    None: True,  # what transformers takes for a class whose name says nothing, such as GPT2LMHeadModel
-    "ForMaskedLM": False,
-    "ForTokenClassification": False,
-    "ForSequenceClassification": False,
-}
-IGNORED = -100  # the label of what is not to be predicted
-USE_INSTEAD = "use LoRA or rsLoRA on linears, or prefix tuning"
+__all__ = ["PrivacySpent", "PrivateOptimizer", "make_private", "record_loss"]
 
-
-class _Losses:
-    """What record_loss was called for: how often, and with how many records the last time."""
-
-    count = 0
-    records = 0
-
-
-record_losses = _Losses()
+STATE = "privacy"  # key of what was spent in an optimizer's state
 
 
 @dataclass(frozen=True)
@@ -138,8 +106,8 @@ def make_private(
     """
     _check_budget(target_epsilon, target_delta, epochs, max_grad_norm, loader)
     refuse_methods(model)
-    _check_parameters(model, optimizer)
-    _use_record_loss(base_of(model))
+    check_parameters(model, optimizer)
+    use_record_loss(base_of(model))
     hooks = _add_hooks(model)
     private_loader = _poisson(loader, _generator("cpu", seed))
     sample_rate = 1 / len(loader)
@@ -223,7 +191,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]
         """
         if closure is not None:
             raise ConfigError("a private step takes no closure: it would see the batch more than once")
-        _check_parameters(self._model, self.original_optimizer)
+        check_parameters(self._model, self.original_optimizer)
         if record_losses.count == self._losses_before:
             raise PrivacyCheckError(
                 "no loss was computed with record_loss since the last step: this model or training loop has a loss of "
@@ -268,101 +236,6 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]
 
 
 # --- checks -----------------------------------------------------------------------------------------
-
-
-def check_samples(model: nn.Module, records: int) -> None:
-    """Every trained parameter has a gradient for each record, and their mean is the gradient.
-
-    A common factor is allowed, since a trainer may have clipped the gradient.
-
-    Raises:
-        PrivacyCheckError: it does not.
-    """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-    for name, parameter in trained:
-        samples = getattr(parameter, "grad_sample", None)
-        if not isinstance(samples, torch.Tensor):
-            raise PrivacyCheckError(
-                f"{name} has {'several batches of' if samples else 'no'} per-sample gradients, expected those of one "
-                "batch: call step() after each backward pass, and train only what each record's gradient can be "
-                f"found of; {USE_INSTEAD}"
-            )
-        if samples.shape[1:] != parameter.shape:
-            raise PrivacyCheckError(f"{name} has per-sample gradients of shape {list(samples.shape)}")
-        if len(samples) != records:
-            raise PrivacyCheckError(
-                f"{name} has {len(samples)} per-sample gradients, of a batch of {records} records; {USE_INSTEAD}"
-            )
-        if parameter.grad is not None:
-            pairs.append((name, samples.mean(0), parameter.grad))
-    _check_means(pairs)
-
-
-def _check_means(pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-    factors: dict[str, float] = {}
-    for name, mean, grad in pairs:
-        norm, found = mean.norm().item(), grad.norm().item()
-        if norm == found == 0:
-            continue
-        cosine = (mean.flatten() @ grad.flatten().to(mean)).item() / max(norm * found, 1e-300)
-        if not cosine >= 1 - TOLERANCE**2:
-            raise PrivacyCheckError(
-                f"the per-sample gradients of {name} do not add up to its gradient (cosine {cosine:.3f}): call "
-                f"zero_grad() after each step; {USE_INSTEAD}"
-            )
-        factors[name] = found / norm
-    if factors and max(factors.values()) > (1 + TOLERANCE) * min(factors.values()):
-        odd = max(factors, key=lambda name: factors[name])
-        raise PrivacyCheckError(
-            f"the per-sample gradients of {odd} are of another size than its gradient, by a factor of "
-            f"{factors[odd] / min(factors.values()):.3g} against others; {USE_INSTEAD}"
-        )
-
-
-def refuse_methods(model: Any) -> None:
-    """Refuse by name what has no right per-sample gradients.
-
-    Raises:
-        UnsupportedMethodError: such a method, or gradient checkpointing.
-    """
-    for adapter, config in dict(getattr(model, "peft_config", None) or {}).items():
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if kind in REFUSED:
-            raise UnsupportedMethodError(f"DP-SGD of {kind} (adapter {adapter!r}): {REFUSED[kind]}; {USE_INSTEAD}")
-        if getattr(config, "trainable_token_indices", None):
-            raise UnsupportedMethodError(
-                f"DP-SGD of trainable tokens (adapter {adapter!r}): they have no per-sample gradients; {USE_INSTEAD}"
-            )
-        if getattr(config, "use_dora", False):
-            raise UnsupportedMethodError(
-                f"DP-SGD of DoRA (adapter {adapter!r}): its magnitudes have no per-sample gradients; {USE_INSTEAD}"
-            )
-    for name, module in model.named_modules():
-        if len(getattr(module, "lora_embedding_A", ())):
-            raise UnsupportedMethodError(
-                f"DP-SGD of LoRA on the embedding {name}: it has no per-sample gradients; {USE_INSTEAD}"
-            )
-        if getattr(module, "gradient_checkpointing", False):
-            raise UnsupportedMethodError(
-                f"DP-SGD with gradient checkpointing ({name}): hooks see the recomputed forward twice, and per-sample "
-                "gradients are lost; turn it off, and use smaller batches"
-            )
-
-
-def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer must move what the model computes with: moving a model after that makes other parameters."""
-    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if not trained:
-        raise ConfigError("no parameter of this model requires a gradient; add an adapter first")
-    if strangers := moved - trained.keys():
-        raise ConfigError(
-            f"the optimizer has {len(strangers)} trained parameters that are not the model's (opacus issue 820): make "
-            "it after the adapter was added and the model was moved to its device"
-        )
-    if missing := [name for key, name in trained.items() if key not in moved]:
-        raise ConfigError(f"{len(missing)} trained parameters are not the optimizer's, first {missing[0]}")
 
 
 def _check_budget(epsilon: float, delta: float, epochs: int, max_grad_norm: float, loader: DataLoader[Any]) -> None:
@@ -446,49 +319,3 @@ def _quiet_accountant() -> Iterator[None]:
 def _generator(device: Any, seed: int | None) -> torch.Generator:
     """Noise and batches must not follow from a seed that was set for reproducibility."""
     return torch.Generator(device).manual_seed(secrets.randbits(63) if seed is None else seed)
-
-
-def _use_record_loss(base: Any) -> None:
-    kind = getattr(base, "loss_type", None)
-    if kind not in SHIFTS:
-        raise UnsupportedMethodError(
-            f"the loss of {type(base).__name__} ({kind}) is not known to be a mean over records; known are "
-            f"{', '.join(filter(None, SHIFTS))}"
-        )
-    base.loss_function = partial(_model_loss, SHIFTS[kind])
-
-
-def _model_loss(
-    shift: bool,
-    logits: torch.Tensor | None = None,
-    labels: torch.Tensor | None = None,
-    *args: Any,
-    pooled_logits: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """As transformers' models call their loss; classifiers of whole records pass pooled_logits [B, V]."""
-    scores = pooled_logits if pooled_logits is not None else logits
-    if scores is None or labels is None or labels.is_floating_point():
-        raise UnsupportedMethodError("DP-SGD knows losses of classes only: labels must be whole numbers")
-    return record_loss(scores, labels, shift=shift)
-
-
-def record_loss(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool = True) -> torch.Tensor:
-    """The loss to use under DP-SGD: a mean over records of each record's mean over its labels.
-
-    Args:
-        logits: [B, T, V], or [B, V] with one label for a record.
-        labels: [B, T] or [B], -100 where there is nothing to predict; a record without any counts as 0.
-        shift: whether token t predicts label t + 1, as in causal models.
-    """
-    record_losses.count += 1
-    record_losses.records = len(labels)
-    if logits.dim() == 2:
-        logits, labels, shift = logits[:, None], labels[:, None], False
-    if shift:
-        labels = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    labels = labels.to(logits.device)
-    # [B, V, T], [B, T] -> [B, T]
-    losses = functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
-    counted = (labels != IGNORED).sum(1).clamp_min(1)
-    return (losses.sum(1) / counted).sum() / max(1, len(labels))

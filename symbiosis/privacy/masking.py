@@ -27,6 +27,7 @@ from symbiosis.privacy.dealer import Key, Pool, PoolStats
 from symbiosis.privacy.draws import DOUBLE, SINGLE
 from symbiosis.privacy.repeats import Memory, Repeats
 from symbiosis.privacy.scale import Scale
+from symbiosis.privacy.shares import Shares
 from symbiosis.privacy.verify import Verifier
 from symbiosis.tables import html_table
 
@@ -60,7 +61,7 @@ class MaskedRemote:
         self,
         inner: Remote,
         modules: Mapping[str, ModuleInfo],
-        pool: Pool,
+        pool: Pool | Shares,
         options: Masking,
         verifier: Verifier | None = None,
     ) -> None:

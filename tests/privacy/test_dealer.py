@@ -192,3 +192,29 @@ def test_closing_wakes_who_waits(make: Callable[..., Pool], dealer: Dealer) -> N
     thread.join(PATIENCE_S)
 
     assert len(errors) == 1
+
+
+def test_a_pool_without_room_still_serves_who_waits(make: Callable[..., Pool]) -> None:
+    """Nothing fits and nothing is stale: the dealing thread must wait for the next call, and not end."""
+    pool = make(0)
+    for _ in range(3 * FEWEST_ROWS):
+        assert pool.take(KEY, 1, WIDTH).rows == 1
+        assert pool.take(OTHER, 1, WIDTH).rows == 1
+
+    assert pool._thread is not None
+    assert pool._thread.is_alive()
+
+
+def test_the_dealing_thread_outlives_the_clearing_of_stale_masks(make: Callable[..., Pool]) -> None:
+    """Making room happens once: whoever asks twice what to deal next finds nothing the second time."""
+    row_bytes = 4 * (WIDTH + OUT)
+    pool = make(FEWEST_ROWS * row_bytes)
+    for _ in range(2):
+        pool.take(OTHER, 1, WIDTH)
+    settle(pool, FEWEST_ROWS - 1)
+    for _ in range(6):  # each wait deals more than fits, with the stale masks of the other key and without
+        for _ in range(FEWEST_ROWS):
+            pool.take(KEY, 1, WIDTH)
+
+    assert pool._thread is not None
+    assert pool._thread.is_alive()

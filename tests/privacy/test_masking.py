@@ -17,7 +17,14 @@ import torch
 
 import symbiosis
 from symbiosis.connection import Connection
-from symbiosis.errors import ConfigError, ModelMismatchError, PrivacyBudgetError, UnsupportedMethodError
+from symbiosis.errors import (
+    ConfigError,
+    ConnectError,
+    ModelMismatchError,
+    PrivacyBudgetError,
+    ServerBusyError,
+    UnsupportedMethodError,
+)
 from symbiosis.privacy import Masking
 from symbiosis.privacy.masking import MaskedRemote
 from tests.client.conftest import adapt, assert_same_step, difference, greedy, run_step, train
@@ -235,6 +242,43 @@ def test_a_bad_dealer_or_option_is_refused() -> None:
 def test_privacy_must_be_one_of_ours(pair: Pair) -> None:
     with pytest.raises(ConfigError, match=r"expected symbiosis.privacy.Masking"):
         symbiosis.connect(pair.server.url, privacy="masking")  # type: ignore[arg-type]
+
+
+# --- shares -----------------------------------------------------------------------------------------
+
+
+def test_shares_give_the_same_step_and_keep_nothing_ahead(pair: Pair, tokens: Any) -> None:
+    with symbiosis.connect(pair.server.url, privacy=pair.masking(mode="shares", verify=True)) as conn:
+        remote, local = (adapt(m, METHODS["lora-all"]) for m in (conn.wrap(pair.model()), pair.model()))
+        for _ in range(2):
+            assert_same_step(run_step(remote, tokens()), run_step(local, tokens()))
+
+        assert conn.privacy is not None
+        stats = conn.privacy.stats().pool
+        assert stats.rows == 0
+        assert stats.dealt_rows == stats.taken_rows > 0
+
+
+def test_a_second_server_that_is_gone_fails_the_call(pair: Pair, start_server: Any) -> None:
+    second = start_server(pair.model())
+    privacy = Masking(dealer=second.url, mode="shares")
+    with symbiosis.connect(pair.server.url, privacy=privacy, request_timeout_s=20, retry_s=0) as conn:
+        q = conn.wrap(pair.model()).model.layers[0].self_attn.q_proj
+        with torch.no_grad():
+            q(torch.randn(2, 32))
+            second.close()
+            with pytest.raises((ConnectError, ServerBusyError)):
+                q(torch.randn(2, 32))
+
+
+def test_shares_larger_than_a_message(pair: Pair) -> None:
+    privacy = pair.masking(mode="shares")
+    with symbiosis.connect(pair.server.url, privacy=privacy, max_message_bytes=4096) as conn, torch.no_grad():
+        assert conn.privacy is not None
+        conn.privacy._pool._source._max_message_bytes = 4096
+        q, x = conn.wrap(pair.model()).model.layers[0].self_attn.q_proj, torch.randn(100, 32)
+
+        assert difference(q(x), pair.base.model.layers[0].self_attn.q_proj(x)) <= TOLERANCE
 
 
 # --- what cannot be masked --------------------------------------------------------------------------
