@@ -114,7 +114,7 @@ $(STAMPS)/demo: $(DECLARED) $(STAMPS)/torch
 
 $(STAMPS)/dev: $(DECLARED) $(STAMPS)/demo
 	@echo "[4/4] test and development tools"
-	$(PIP) install -c constraints.txt -e '.[server,demo,notebook,privacy,dev]'
+	$(PIP) install -c constraints.txt -e '.[server,quantize,demo,notebook,privacy,dev]'
 	@touch $@
 
 $(STAMPS)/lab: $(STAMPS)/dev

@@ -129,6 +129,10 @@ class ServerOptions(Options):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Number type of the weights; auto = the checkpoint's (demo: float32)."
     )
+    quantize: Literal["none", "int8", "int4"] = Field(
+        default="none",
+        description="Keep linears in fewer bits, weights only; int4 = NF4, by bitsandbytes; none = as they are.",
+    )
     device: Device = Field(default="auto", description="auto, cpu, cuda or cuda:N; auto = cuda if there is one.")
     host: str = Field(default="127.0.0.1", description="Address to bind; the default is this machine only.")
     port: int = Field(default=8815, ge=0, le=65535, description="TCP port; 0 = any free one.")
@@ -233,6 +237,11 @@ class ServerOptions(Options):
         gt=0,
         description="Most rows that a tenant may send to a module, as a multiple of what determines its weights.",
     )
+
+    @property
+    def quantized(self) -> Literal["int8", "int4"] | None:
+        """`quantize`, None where it says none."""
+        return None if self.quantize == "none" else self.quantize
 
     @property
     def cache_path(self) -> Path:

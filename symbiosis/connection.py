@@ -39,6 +39,7 @@ from symbiosis.errors import (
 )
 from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, FlightChannel
+from symbiosis.flight.fingerprint import served_fingerprint
 from symbiosis.flight.protocol import Manifest
 from symbiosis.flight.replicas import Replicas
 from symbiosis.flight.tls import Tls
@@ -169,7 +170,8 @@ class Connection:
         self._steps = 0  # that `track` was told of
         self._files: dict[str, bytes] | None = None
         self.manifest = self._hello()
-        replicas.open(self._open_header(), self.manifest.fingerprint)
+        self._served = served_fingerprint(self.manifest.fingerprint, self.manifest.quantized)
+        replicas.open(self._open_header(), self._served)
         self._caller = Caller(
             replicas,
             {info.name: info for info in self.manifest.modules},
@@ -404,7 +406,7 @@ class Connection:
     def _repr_html_(self) -> str:
         rows = [
             ("server", self.url + (" (closed)" if self._closed else "")),
-            ("model", f"{self.manifest.model} ({self.manifest.architecture}, {self.manifest.dtype})"),
+            ("model", f"{self.manifest.model} ({self.manifest.architecture}, {self.manifest.kept_as})"),
             ("modules", f"{len(self.manifest.modules)}, {self.manifest.base_bytes / 1e6:,.0f} MB held there"),
             *self.stats().rows(),
             *(self.privacy.stats().rows() if self.privacy is not None else ()),
@@ -462,10 +464,11 @@ class Connection:
             raise failures[0]
         (url, first), *others = manifests.items()
         for other_url, other in others:
-            if other.fingerprint != first.fingerprint:
+            if (other.fingerprint, other.quantized) != (first.fingerprint, first.quantized):
                 raise ModelMismatchError(
-                    f"{url} holds {first.model} with fingerprint {first.fingerprint[:12]}, {other_url} {other.model} "
-                    f"with {other.fingerprint[:12]}; connect only to servers of one model"
+                    f"{url} holds {first.model} in {first.kept_as} with fingerprint {first.fingerprint[:12]}, "
+                    f"{other_url} {other.model} in {other.kept_as} with {other.fingerprint[:12]}; connect only to "
+                    "servers of one model, with the same --quantize"
                 )
         self.instances = frozenset(manifest.instance for manifest in manifests.values())
         limit_bytes = min(manifest.max_message_bytes for manifest in manifests.values())
@@ -485,9 +488,7 @@ class Connection:
         client = f"{platform.node()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         manifest = protocol.manifest_hash(self.manifest) if self.options.server_key else b""
         return protocol.encode_header(
-            protocol.Open(
-                protocol=protocol.VERSION, fingerprint=self.manifest.fingerprint, client=client, manifest=manifest
-            )
+            protocol.Open(protocol=protocol.VERSION, fingerprint=self._served, client=client, manifest=manifest)
         )
 
     @property

@@ -129,7 +129,7 @@ def _model(conn: Connection) -> Finding:
     return Finding(
         "model",
         True,
-        f"{manifest.model} ({manifest.architecture}, {manifest.dtype}), {len(manifest.modules)} modules, "
+        f"{manifest.model} ({manifest.architecture}, {manifest.kept_as}), {len(manifest.modules)} modules, "
         f"fingerprint {manifest.fingerprint[:12]}",
     )
 

@@ -11,16 +11,18 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from symbiosis.errors import InvalidInputError, UnknownModuleError
+from symbiosis.errors import ConfigError, InvalidInputError, UnknownModuleError
 from symbiosis.flight import gemm
-from symbiosis.flight.fingerprint import model_fingerprint, module_hashes
+from symbiosis.flight.fingerprint import model_fingerprint, module_hashes, served_fingerprint
 from symbiosis.flight.protocol import FILE_SUFFIXES, STORED_TAGS, TAGS, ModuleInfo, ParameterInfo
+from symbiosis.flight.quantized import Width, hide_weight, nbytes, quantize
 from symbiosis.flight.servable import (
     Block,
     Linear,
@@ -28,6 +30,7 @@ from symbiosis.flight.servable import (
     find_experts,
     find_linears,
     find_norms,
+    linear_of,
     tied_weights,
     token_width,
 )
@@ -48,6 +51,13 @@ class BaseModel:
         hashes: module hashes computed earlier (see `hashes`), to skip hashing; ignored unless they
             name exactly the modules found.
         progress: wraps the list of module names while they are hashed, such as tqdm.
+        quantized: linears are kept in so many bits once they are hashed: all but an output head and what is tied to
+            an embedding. None is as they come.
+        device: where a quantised model is moved, one linear at a time; None is where it is.
+
+    Raises:
+        ConfigError: nothing of this model can be quantised, or something in it reads weights of linears itself.
+        MissingExtraError: int4 without bitsandbytes.
     """
 
     def __init__(
@@ -59,6 +69,8 @@ class BaseModel:
         tokenizer: Any = None,
         hashes: dict[str, dict[str, str]] | None = None,
         progress: Callable[[list[str]], Iterable[str]] = iter,
+        quantized: Width | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.config: Any = model.config
         self.architecture = type(model).__name__
@@ -76,14 +88,48 @@ class BaseModel:
         self.blocks = dict(find_blocks(frozen, width, self._tied))
         self.norms = dict(find_norms(frozen, width))
         self.modules: dict[str, Linear | Block] = {**self.linears, **self.experts, **self.blocks, **self.norms}
+        if hashes is None or hashes.keys() != self.modules.keys():
+            hashes = {name: module_hashes(self.modules[name].tensors()) for name in progress(list(self.modules))}
+        self.hashes = hashes
+        self.quantized: Width | None = quantized
+        held = self._quantize(frozen, quantized, device) if quantized else 0
         self.parameters = dict(_find_parameters(frozen, self))
         self._weight_norms: dict[str, torch.Tensor] = {}  # filled when first asked for
         weight = next(iter(self.linears.values())).weight if self.linears else next(frozen.parameters())
         self.dtype, self.device = weight.dtype, weight.device
-        self.base_bytes = sum({t.data_ptr(): t.nbytes for t in frozen.parameters()}.values())
-        if hashes is None or hashes.keys() != self.modules.keys():
-            hashes = {name: module_hashes(self.modules[name].tensors()) for name in progress(list(self.modules))}
-        self.hashes = hashes
+        self.base_bytes = held + sum({t.data_ptr(): nbytes(t) for t in frozen.parameters()}.values())
+
+    def _quantize(self, frozen: nn.Module, width: Width, device: torch.device | None) -> int:
+        """Keep weights quantised; their bytes. To be called once they are hashed: clients hash a checkpoint's."""
+        head_of: Any = getattr(frozen, "get_output_embeddings", lambda: None)
+        head = head_of()
+        layers = {name: frozen.get_submodule(name) for name in self.linears}
+        chosen = [name for name, layer in layers.items() if layer is not head and f"{name}.weight" not in self._tied]
+        if not chosen:
+            raise ConfigError(f"quantize={width}: {self.architecture} has no linear to quantise; leave the option out")
+        small = {}
+        for name in chosen:
+            whole = self.linears[name].tensors()[0]
+            small[name] = quantize(whole.to(device or whole.device), width)
+            hide_weight(layers[name], device or whole.device)
+        if device is not None:
+            frozen.to(device)
+        for name, layer in layers.items():
+            linear = linear_of(name, layer)
+            self.linears[name] = replace(linear, weight=small.get(name, linear.weight))
+            gemm.use_in(layer, self.linears[name].weight)
+        self.modules.update(self.linears)
+        if lost := self.blocks.keys() - dict(find_blocks(frozen, token_width(self.config), self._tied)).keys():
+            raise ConfigError(
+                f"quantize={width}: {min(lost)} of {self.architecture} reads the weights of its linears itself, and "
+                "would find none; leave the option out"
+            )
+        return sum(weight.nbytes for weight in small.values())
+
+    @property
+    def served_fingerprint(self) -> str:
+        """Equal where results are: the fingerprint, and how weights are kept."""
+        return served_fingerprint(self.fingerprint, self.quantized or "")
 
     @property
     def fingerprint(self) -> str:
@@ -97,7 +143,7 @@ class BaseModel:
                 kind=module.kind,  # type: ignore[arg-type]
                 d_in=module.d_in,
                 d_out=module.d_out,
-                parameters=sum(t.numel() for t in module.tensors()),
+                parameters=module.parameters,
                 tied=isinstance(module, Linear) and f"{name}.weight" in self._tied,
                 hashes=self.hashes[name],
                 bias=_bias_hashes(module),
@@ -112,7 +158,8 @@ class BaseModel:
         """Of each linear, the Euclidean norms of its columns [d_in] and then of its rows [d_out], in float32."""
         for name, linear in self.linears.items():
             if name not in self._weight_norms:
-                both = [torch.linalg.vector_norm(linear.weight, dim=dim, dtype=torch.float32) for dim in (0, 1)]
+                values = linear.weight.to(torch.float32)
+                both = [torch.linalg.vector_norm(values, dim=dim) for dim in (0, 1)]
                 self._weight_norms[name] = torch.cat(both).to("cpu")
             yield name, self._weight_norms[name]
 

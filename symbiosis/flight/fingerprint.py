@@ -33,6 +33,11 @@ def module_hashes(tensors: list[torch.Tensor]) -> dict[str, str]:
     return {tag: hash_tensors(tensors, dtype) for tag, dtype in DTYPES.items()}
 
 
+def served_fingerprint(fingerprint: str, quantized: str) -> str:
+    """What results depend on: the weights' fingerprint, and how a server keeps them, if that changes their values."""
+    return hashlib.sha256(f"{fingerprint} {quantized}\n".encode()).hexdigest() if quantized else fingerprint
+
+
 def model_fingerprint(hashes: Mapping[str, str]) -> str:
     """One hash over `name hash` lines, sorted by name."""
     lines = "".join(f"{name} {value}\n" for name, value in sorted(hashes.items()))

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from symbiosis.flight.quantized import Weight
+
 FEW_TOKENS = 4  # up to here a bfloat16 product in the plain loop beats casting the weight
 
 
@@ -30,7 +32,7 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def forward(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def forward(x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
     """[N, d_in] @ each [d_out, d_in]ᵀ -> [N, sum d_out], in the dtype of x, which may be wider than the weights'"""
     wide = x.shape[0] > FEW_TOKENS and not multiplies_natively(x.dtype, x.device)
     inputs = x.float() if wide else x
@@ -41,7 +43,7 @@ def forward(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return y.to(x.dtype)
 
 
-def grad_input(grad_output: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def grad_input(grad_output: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
     """[N, sum d_out], split by weight, each @ [d_out, d_in] -> summed [N, d_in]"""
     wide = not multiplies_natively(grad_output.dtype, grad_output.device)
     inputs = grad_output.float() if wide else grad_output
@@ -77,7 +79,7 @@ class Tape:
         finally:
             _tape.reset(token)
 
-    def product(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    def product(self, x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
         """[..., d_in] -> [..., sum d_out]"""
         y = next(self._played) if self._played is not None else forward(x.reshape(-1, x.shape[-1]), weights)
         shaped = _shaped(y, x)
@@ -104,7 +106,7 @@ class _Product(torch.autograd.Function):
     """forward and grad_input as one differentiable operation; the weights get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, *weights: Weight) -> torch.Tensor:
         ctx.weights = weights
         tape = _tape.get()
         return tape.product(x, weights) if tape else _shaped(forward(x.reshape(-1, x.shape[-1]), weights), x)
@@ -119,24 +121,24 @@ class _Unneeded(torch.autograd.Function):
     """A product of which only the gradient is asked."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, *weights: Weight) -> torch.Tensor:
         ctx.weights = weights
         return x.new_empty(1, 1).expand(x.shape[0], sum(weight.shape[0] for weight in weights))
 
     backward = _Product.backward
 
 
-def product(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def product(x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
     """As `forward`, and differentiable."""
     return _Product.apply(x, *weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def unneeded(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def unneeded(x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
     """A stand-in for a product of which only the gradient is asked."""
     return _Unneeded.apply(x, *weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def use_in(layer: nn.Module, weight: torch.Tensor) -> None:
+def use_in(layer: nn.Module, weight: Weight) -> None:
     """Let a frozen linear inside a block use these products; weight [d_out, d_in], whatever the layer's own layout."""
     layer.__dict__["forward"] = _Forward(layer, weight)
 
@@ -144,7 +146,7 @@ def use_in(layer: nn.Module, weight: torch.Tensor) -> None:
 class _Forward:
     """Replaces the forward of a frozen linear on its instance."""
 
-    def __init__(self, layer: nn.Module, weight: torch.Tensor) -> None:
+    def __init__(self, layer: nn.Module, weight: Weight) -> None:
         self._layer = layer
         self._weight = weight
         self._own_forward = type(layer).forward

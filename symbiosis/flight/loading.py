@@ -48,11 +48,13 @@ def load_base(options: ServerOptions) -> BaseModel:
     cache = _HashCache(options.cache_path, source, revision, str(model.dtype))
     known = cache.load()
     base = BaseModel(
-        model.to(device),
+        model if options.quantized else model.to(device),  # the device never holds the whole of a quantised one
         name=options.name or options.model,
         revision=revision,
         tokenizer=_tokenizer(source, options),
         hashes=known,
+        quantized=options.quantized,
+        device=device,
         progress=lambda modules: tqdm(modules, desc="hashing weights", unit="module", leave=False),
     )
     if base.hashes is not known:

@@ -190,6 +190,12 @@ class Manifest(Header, frozen=True, tag="manifest"):
     files: list[str]
     base_bytes: int
     instance: str = ""
+    quantized: str = ""  # how linears are kept; hashes and fingerprint are of the values before
+
+    @property
+    def kept_as(self) -> str:
+        """dtype and bits, for people."""
+        return f"{self.dtype}, linears in {self.quantized}" if self.quantized else self.dtype
 
 
 class Health(Header, frozen=True, tag="health"):

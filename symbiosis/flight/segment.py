@@ -17,6 +17,7 @@ from symbiosis.errors import InvalidInputError
 from symbiosis.flight import gemm
 from symbiosis.flight.base_model import BaseModel, Linear
 from symbiosis.flight.protocol import Step
+from symbiosis.flight.quantized import Weight
 
 
 def check(base: BaseModel, steps: Sequence[Step], outputs: Sequence[int], shapes: Sequence[Sequence[int]]) -> int:
@@ -119,7 +120,7 @@ def grad(
     return list(found)
 
 
-Product = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+Product = Callable[[torch.Tensor, Sequence[Weight]], torch.Tensor]
 
 
 def _values(

@@ -21,6 +21,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.flight.protocol import TAGS
+from symbiosis.flight.quantized import Weight
 
 PROBE_TOKENS = 4
 
@@ -30,7 +31,7 @@ class Linear:
     """A frozen linear. `weight` is [d_out, d_in]; a Conv1D's is a transposed view. `bias` is used in segments only."""
 
     name: str
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor | None = None
     kind: str = "linear"
 
@@ -42,7 +43,12 @@ class Linear:
     def d_out(self) -> int:
         return self.weight.shape[0]
 
+    @property
+    def parameters(self) -> int:
+        return self.weight.numel()
+
     def tensors(self) -> list[torch.Tensor]:
+        assert isinstance(self.weight, torch.Tensor), "hashes are of the values before they are quantised"
         return [self.weight]
 
 
@@ -55,6 +61,10 @@ class Block:
     d_in: int
     d_out: int
     kind: str = "block"
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
         named = sorted(self.module.named_parameters(remove_duplicate=False))
@@ -90,13 +100,18 @@ def find_linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
     """Linears by name. Those that hang in several places are named once."""
     verdicts: dict[type, bool] = {nn.Linear: True}
     for name, module in model.named_modules():
-        if type(module) is Conv1D:
-            yield name, Linear(name, module.weight.detach().t(), _detached(module.bias), kind="conv1d")
-        elif isinstance(module, nn.Linear):
-            if type(module) not in verdicts:
-                verdicts[type(module)] = _multiplies(module)
-            if verdicts[type(module)]:
-                yield name, Linear(name, module.weight.detach(), _detached(module.bias))
+        if isinstance(module, nn.Linear) and type(module) not in verdicts:
+            verdicts[type(module)] = _multiplies(module)
+        if type(module) is Conv1D or verdicts.get(type(module)):
+            yield name, linear_of(name, module)
+
+
+def linear_of(name: str, module: Any) -> Linear:
+    """An nn.Linear or a Conv1D as the tensors that it has now."""
+    bias = None if module.bias is None else module.bias.detach()
+    if type(module) is Conv1D:
+        return Linear(name, module.weight.detach().t(), bias, kind="conv1d")
+    return Linear(name, module.weight.detach(), bias)
 
 
 def find_experts(model: nn.Module, width: int | None) -> Iterator[tuple[str, Experts]]:
@@ -170,10 +185,6 @@ def token_width(config: Any) -> int | None:
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = getattr(text_config, "hidden_size", None)
     return width if isinstance(width, int) else None
-
-
-def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.detach()
 
 
 def _kind(module: nn.Module, width: int) -> tuple[Any, ...]:

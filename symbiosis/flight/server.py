@@ -155,7 +155,7 @@ class Server:
             compute_s=counters.compute_s,
             mean_batch=counters.requests / counters.batches if counters.batches else 0.0,
             memory_bytes=peak_memory_bytes(),
-            fingerprint=self.base.fingerprint,
+            fingerprint=self.base.served_fingerprint,
         )
 
     def _open_probes(self, host: str, port: int) -> None:
@@ -228,6 +228,7 @@ class Server:
             files=sorted(base.files()),
             base_bytes=base.base_bytes,
             instance=uuid.uuid4().hex,
+            quantized=base.quantized or "",
         )
 
     def _bind(self) -> Service:
@@ -317,7 +318,7 @@ def serve(model: nn.Module | str, *, tokenizer: Any = None, **options: Any) -> S
         settings = ServerOptions(model=model, **options)
         return Server(load_base(settings), settings)
     settings = ServerOptions(model=type(model).__name__, **options)
-    base = BaseModel(model, name=settings.name or "", tokenizer=tokenizer)
+    base = BaseModel(model, name=settings.name or "", tokenizer=tokenizer, quantized=settings.quantized)
     return Server(base, settings)
 
 
@@ -409,6 +410,7 @@ def _listening(server: Server) -> str:
         "modules": len(base.modules),
         "memory": f"{base.base_bytes / 1e6:.0f}MB",
         "dtype": str(base.dtype).removeprefix("torch."),
+        **({"quantized": base.quantized} if base.quantized else {}),
         "device": base.device,
         "fingerprint": base.fingerprint[:12],
         **({"tls": f"sha256:{identity.fingerprint}"} if identity else {}),

@@ -83,7 +83,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
     ) -> None:
         self._base = base
         self._soft_cache = soft_cache
-        self._fingerprint = base.fingerprint
+        self._fingerprint = base.served_fingerprint
         self._scheduler = scheduler
         self._actions = actions
         self._max_message_bytes = max_message_bytes

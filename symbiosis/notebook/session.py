@@ -196,7 +196,10 @@ def _is_connection(value: object) -> bool:
 
 
 def _same_server(held: Connection, fresh: Connection) -> bool:
-    return held.url == fresh.url and held.manifest.fingerprint == fresh.manifest.fingerprint
+    same = (
+        held.manifest.fingerprint == fresh.manifest.fingerprint and held.manifest.quantized == fresh.manifest.quantized
+    )
+    return held.url == fresh.url and same
 
 
 def _those(found: Mapping[str, object]) -> str:

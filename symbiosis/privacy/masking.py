@@ -243,10 +243,11 @@ def check_dealer(server: Peer, dealer: Peer) -> None:
             "server, of another host; Masking(dealer=None) is the weak form, for comparison"
         )
     held, dealt = server.manifest, dealer.manifest
-    if held.fingerprint != dealt.fingerprint:
+    if (held.fingerprint, held.quantized) != (dealt.fingerprint, dealt.quantized):
         raise ModelMismatchError(
-            f"the server holds {held.model} with fingerprint {held.fingerprint[:12]}, the dealer {dealt.model} "
-            f"with {dealt.fingerprint[:12]}; start both with the same checkpoint and dtype"
+            f"the server holds {held.model} in {held.kept_as} with fingerprint {held.fingerprint[:12]}, the dealer "
+            f"{dealt.model} in {dealt.kept_as} with {dealt.fingerprint[:12]}; start both with the same checkpoint, "
+            "dtype and --quantize"
         )
 
 

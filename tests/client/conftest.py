@@ -25,6 +25,7 @@ import symbiosis
 from symbiosis.config import ServerOptions
 from symbiosis.connection import Connection
 from symbiosis.flight.base_model import BaseModel
+from symbiosis.flight.quantized import quantize
 from symbiosis.flight.server import Server
 from symbiosis.remote import RemoteMixin
 
@@ -169,6 +170,19 @@ def greedy(model: Any, ids: torch.Tensor, new_tokens: int = 8, **options: Any) -
     options = {"do_sample": False, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens, **options}
     generated: torch.Tensor = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
     return generated
+
+
+def quantized_locally(model: nn.Module, width: Any) -> nn.Module:
+    """A copy of which every linear but the head has the values that fewer bits stand for."""
+    made: Any = copy.deepcopy(model)
+    head = made.get_output_embeddings()
+    for module in made.modules():
+        if isinstance(module, nn.Linear | Conv1D) and module is not head:
+            weight = module.weight.detach()
+            rows = weight.t() if isinstance(module, Conv1D) else weight
+            values = quantize(rows, width).to(weight.dtype)
+            module.weight.data = values.t() if isinstance(module, Conv1D) else values
+    return made  # type: ignore[no-any-return]
 
 
 def base_weights(model: nn.Module) -> list[torch.Tensor]:

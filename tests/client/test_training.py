@@ -1,4 +1,4 @@
-"""The loops that people train with: each gives the losses and the adapter that it gives locally."""
+"""Training, where it is more than a line of tests/conformance: each gives the losses and adapter it gives locally."""
 
 from __future__ import annotations
 
@@ -101,58 +101,7 @@ def test_gradient_checkpointing(
     assert with_checkpoints > connection.stats().calls - before, "layers were computed once: nothing was checkpointed"
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_that_was_enabled_before_wrap(
-    served: Served, connection: Connection, tokens: Any, use_reentrant: bool
-) -> None:
-    steps = []
-    for wrap in (connection.wrap, lambda model: model):
-        base = served.model().train()
-        base.activation_checkpointing_enable({"use_reentrant": use_reentrant})
-        base.enable_input_require_grads()
-        steps.append(run_step(adapt(wrap(base), served.config("lora")), tokens()))
-
-    assert_same_step(*steps)
-
-
 # --- Trainer ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-    ],
-    ids=["plain", "accumulation", "checkpointing", "reentrant"],
-)
-def test_trainer(served: Served, connection: Connection, tokens: Any, tmp_path: Path, options: Any) -> None:
-    remote, local = both(served, connection)
-    runs = []
-    for name, model in (("remote", remote), ("local", local)):
-        if "activation_checkpointing" in options:
-            model.enable_input_require_grads()
-        run = trainer(model, tmp_path / name, tokens(8, 10), **options)
-        run.train()
-        runs.append((losses(run), run.evaluate()["eval_loss"]))
-
-    assert runs[1][0][0] - runs[1][0][-1] > 20 * TOLERANCE
-    assert runs[0][0] == pytest.approx(runs[1][0], abs=TOLERANCE)
-    assert runs[0][1] == pytest.approx(runs[1][1], abs=TOLERANCE)
-    assert_trained_alike(remote, local, connection)
-
-
-def test_trainer_in_bfloat16(served: Served, connection: Connection, tokens: Any, tmp_path: Path) -> None:
-    runs = []
-    for name, model in zip(("remote", "local"), both(served, connection), strict=True):
-        run = trainer(model, tmp_path / name, tokens(8, 10), bf16=True)
-        run.train()
-        runs.append(losses(run))
-
-    assert runs[0] == pytest.approx(runs[1], abs=2e-2)  # bfloat16 has 8 bits
-    assert runs[0][0] - runs[0][-1] > 5e-2
 
 
 @pytest.mark.parametrize("served", ["llama", "gpt2"], indirect=True)
@@ -192,84 +141,6 @@ def test_trainer_of_a_model_without_peft_saves_what_the_client_holds(
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
     assert losses(again) == pytest.approx(losses(whole), abs=1e-6)
-
-
-def test_predict_and_best_model(served: Served, connection: Connection, tokens: Any, tmp_path: Path) -> None:
-    results = []
-    for name, model in zip(("remote", "local"), both(served, connection), strict=True):
-        run = trainer(
-            model,
-            tmp_path / name,
-            tokens(8, 10),
-            save_strategy="steps",
-            eval_strategy="steps",
-            save_steps=4,
-            eval_steps=4,
-            load_best_model_at_end=True,
-        )
-        run.train()
-        results.append(run.predict(Sentences(tokens(4, 10))))
-
-    assert difference(*(torch.tensor(result.predictions) for result in results)) <= TOLERANCE
-    assert results[0].metrics["test_loss"] == pytest.approx(results[1].metrics["test_loss"], abs=TOLERANCE)
-
-
-# --- TRL -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(90))])}
-    inner = Tokenizer(WordLevel(words, unk_token="<s>"))
-    inner.pre_tokenizer = Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-@pytest.mark.parametrize("peft_by_trl", [True, False])
-def test_trl_sft(served: Served, connection: Connection, tmp_path: Path, tokenizer: Any, peft_by_trl: bool) -> None:
-    import datasets
-    import trl
-
-    texts = [" ".join(f"w{(3 * i + j) % 90}" for j in range(8)) for i in range(12)]
-    runs = []
-    for name, wrap in (("remote", connection.wrap), ("local", lambda model: model)):
-        args = trl.SFTConfig(
-            str(tmp_path / name),
-            max_steps=6,
-            per_device_train_batch_size=2,
-            learning_rate=2e-2,
-            logging_steps=1,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
-            activation_checkpointing=False,
-            dataset_num_proc=None,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-        )
-        model = wrap(served.model())
-        torch.manual_seed(2)  # of the adapter that TRL adds
-        run = trl.SFTTrainer(
-            model if peft_by_trl else adapt(model, served.config("lora")),
-            args,
-            train_dataset=datasets.Dataset.from_dict({"text": texts}),
-            processing_class=tokenizer,
-            peft_config=served.config("lora") if peft_by_trl else None,
-        )
-        run.train()
-        runs.append(losses(run))
-
-    assert len(runs[1]) == 6
-    assert runs[0] == pytest.approx(runs[1], abs=TOLERANCE)
-    assert runs[1][0] != runs[1][-1]
-    assert connection.stats().calls > 0
 
 
 # --- the rest --------------------------------------------------------------------------------------
@@ -341,7 +212,7 @@ def test_a_step_that_fails_leaves_the_next_one_right(
 @pytest.mark.slow
 # Dynamo itself looks at .grad of what it gets between two opaque calls.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("served", ["llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize("served", ["gpt2"], indirect=True)  # a Llama: tests/conformance
 def test_torch_compile(served: Served, connection: Connection, tokens: Any) -> None:
     """Remote calls are opaque to dynamo: it compiles what lies between them."""
     remote, local = both(served, connection)

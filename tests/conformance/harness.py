@@ -201,17 +201,18 @@ class Bench:
     """The servers of the rows: one at a time, kept while rows ask for the same model."""
 
     def __init__(self) -> None:
-        self._build: Build | None = None
+        self._key: tuple[Any, ...] = ()
         self._base: nn.Module | None = None
         self._server: Server | None = None
 
-    def serve(self, build: Build) -> tuple[nn.Module, str]:
-        """The model, and where it is served."""
-        if build is not self._build:
+    def serve(self, build: Build, **options: Any) -> tuple[nn.Module, str]:
+        """The model, and where it is served, with options of the server."""
+        key = (build, options)
+        if key != self._key:
             self.close()
             self._base = build().eval()
-            self._server = symbiosis.serve(self._base, port=0, drain_timeout_s=2.0)
-            self._build = build
+            self._server = symbiosis.serve(self._base, port=0, drain_timeout_s=2.0, **options)
+            self._key = key
         assert self._base is not None
         assert self._server is not None
         return self._base, self._server.url
@@ -219,7 +220,7 @@ class Bench:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        self._build = self._base = self._server = None
+        self._key, self._base, self._server = (), None, None
 
 
 def check(row: Row, bench: Bench) -> Measured | None:

@@ -11,7 +11,18 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.conformance import adapters, architectures, encoders, generation, modalities, real_models, training
+from tests.conformance import (
+    adapters,
+    architectures,
+    checkpointing,
+    encoders,
+    generation,
+    loops,
+    modalities,
+    number_types,
+    real_models,
+    trainers,
+)
 from tests.conformance.harness import (
     GRADIENT_TOLERANCE,
     OUTPUT_TOLERANCE,
@@ -23,7 +34,8 @@ from tests.conformance.harness import (
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 PACKAGES = ("transformers", "peft", "torch")
-MODULES = (architectures, encoders, modalities, real_models, adapters, generation, training)
+TRAINING = (loops, checkpointing, trainers, number_types)
+MODULES = (architectures, encoders, modalities, real_models, adapters, generation, *TRAINING)
 VERDICTS = ("works", "works, part local", "refused", "not tried")
 
 INTRO = """\

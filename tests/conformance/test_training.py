@@ -11,7 +11,10 @@ import torch
 import symbiosis
 from tests.conformance.harness import Bench, params
 from tests.conformance.modalities import llava
-from tests.conformance.training import SECTIONS, Training, check
+from tests.conformance.table import TRAINING
+from tests.conformance.training import Training, check
+
+SECTIONS = [section for module in TRAINING for section in module.SECTIONS]
 
 
 @pytest.mark.parametrize("line", params(SECTIONS))
