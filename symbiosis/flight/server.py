@@ -8,6 +8,7 @@ accepted is finished.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import logging
@@ -83,6 +84,7 @@ class Server:
         self._probes: Probes | None = None
         self._caretaker = Caretaker(self._streams, self._executor, options.watchdog_s)
         self._executor.start()
+        atexit.register(self._streams.cut_all)  # after pyarrow's own handler, and so called before it
         self._caretaker.start()
         if options.metrics_port is not None:
             self._open_probes(options.metrics_host, options.metrics_port)
@@ -108,8 +110,8 @@ class Server:
     def close(self, drain_timeout_s: float | None = None) -> bool:
         """Refuse new calls, finish those accepted, close the port; True if all was finished in time.
 
-        Streams that clients keep open are answered as draining for a moment, then cut off: pyarrow waits for them
-        for ever, here and once more when the interpreter exits.
+        Streams that clients keep open are answered as draining until they end, or are cut off when the interpreter
+        exits: pyarrow would wait for them for ever.
         """
         if self._draining:
             return True
@@ -124,8 +126,8 @@ class Server:
             self._probes.close()
         closing.start()
         closing.join(max(0.5, min(2.0, deadline_s - time.monotonic())))
-        self._streams.cut_all()
-        closing.join(2.0)
+        if not closing.is_alive():
+            atexit.unregister(self._streams.cut_all)
         self.ledger.close()
         return finished
 
