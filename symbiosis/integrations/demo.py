@@ -111,7 +111,7 @@ def _start_server(children: Children, cache_dir: Path) -> tuple[Child, str]:
 
 
 def _fine_tune(children: Children, server: Child, url: str, options: Options) -> list[Result]:
-    _say("[2/3] Two clients fine-tune at the same time, one with LoRA (r=8, on q and v), one with IA3 (on k, v, down)")
+    _say("[2/3] Two clients fine-tune at the same time, one with LoRA (r=8, on q and v), one with IA3 (on k and v)")
     inbox: Inbox = queue.Queue()
     clients = {method: _start_client(children, inbox, method, url, options) for method in NAMES}
     board = Board(list(NAMES.values()), sys.stderr)

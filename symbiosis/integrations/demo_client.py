@@ -52,7 +52,9 @@ METHODS = {
     "lora": Method(
         lambda: LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]), 4e-3
     ),
-    "ia3": Method(lambda: IA3Config(task_type="CAUSAL_LM"), 2e-2),
+    "ia3": Method(
+        lambda: IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], task_type="CAUSAL_LM"), 2e-2
+    ),
 }
 
 
