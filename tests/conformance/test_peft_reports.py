@@ -42,7 +42,7 @@ def connection(base: nn.Module, request: pytest.FixtureRequest, bench: Bench) ->
 
 
 def _built(bench: Bench) -> Any:
-    return bench._build
+    return bench._key[0]
 
 
 def adapted(model: nn.Module, **options: Any) -> Any:

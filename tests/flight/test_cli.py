@@ -75,7 +75,7 @@ def test_the_model_may_be_given_with_or_without_its_flag(argv: list[str]) -> Non
 
 def test_every_option_has_a_flag() -> None:
     values = {
-        "model": "a/b", "revision": "main", "dtype": "bfloat16", "device": "cuda:1", "host": "::1",
+        "model": "a/b", "revision": "main", "dtype": "bfloat16", "device": "cuda:1", "host": "::1", "quantize": "int8",
         "port": "1", "port_file": "p", "threads": "2", "max_message_bytes": "32MiB",
         "max_batch_tokens": "3", "max_queue_bytes": "64MiB", "max_wait_us": "4", "drain_timeout_s": "0.5",
         "max_queue_tokens": "5", "max_streams_per_client": "6", "idle_timeout_s": "7", "write_timeout_s": "8",
