@@ -21,8 +21,9 @@ from torch import nn
 from symbiosis.errors import ConfigError, InvalidInputError, UnknownModuleError
 from symbiosis.flight import gemm
 from symbiosis.flight.fingerprint import model_fingerprint, module_hashes, served_fingerprint
+from symbiosis.flight.packed import Packed, check_can_pack
 from symbiosis.flight.protocol import FILE_SUFFIXES, STORED_TAGS, TAGS, ModuleInfo, ParameterInfo
-from symbiosis.flight.quantized import Width, hide_weight, nbytes, quantize
+from symbiosis.flight.quantized import Quantized, Width, hide_weight, nbytes, quantize
 from symbiosis.flight.servable import (
     Block,
     Linear,
@@ -53,10 +54,12 @@ class BaseModel:
         progress: wraps the list of module names while they are hashed, such as tqdm.
         quantized: linears are kept in so many bits once they are hashed: all but an output head and what is tied to
             an embedding. None is as they come.
-        device: where a quantised model is moved, one linear at a time; None is where it is.
+        prepack: the same linears are laid out for products once they are hashed (see packed.py); not with `quantized`.
+        device: where a quantised or laid out model is moved, one linear at a time; None is where it is.
 
     Raises:
-        ConfigError: nothing of this model can be quantised, or something in it reads weights of linears itself.
+        ConfigError: nothing of this model can be quantised or laid out, or something in it reads weights of linears
+            itself; both were asked for.
         MissingExtraError: int4 without bitsandbytes.
     """
 
@@ -70,6 +73,7 @@ class BaseModel:
         hashes: dict[str, dict[str, str]] | None = None,
         progress: Callable[[list[str]], Iterable[str]] = iter,
         quantized: Width | None = None,
+        prepack: bool = False,
         device: torch.device | None = None,
     ) -> None:
         self.config: Any = model.config
@@ -92,25 +96,35 @@ class BaseModel:
             hashes = {name: module_hashes(self.modules[name].tensors()) for name in progress(list(self.modules))}
         self.hashes = hashes
         self.quantized: Width | None = quantized
-        held = self._quantize(frozen, quantized, device) if quantized else 0
+        held = 0
+        if quantized and prepack:
+            raise ConfigError(f"quantize={quantized} and prepack: quantised weights are not laid out anew; take one")
+        if quantized:
+            held = self._keep_as(lambda w: quantize(w, quantized), f"quantize={quantized}", frozen, device)
+        elif prepack:
+            for whole in (linear.tensors()[0] for linear in self.linears.values()):
+                check_can_pack(whole.dtype, device or whole.device)
+            held = self._keep_as(Packed.of, "prepack", frozen, device)
         self.parameters = dict(_find_parameters(frozen, self))
         self._weight_norms: dict[str, torch.Tensor] = {}  # filled when first asked for
         weight = next(iter(self.linears.values())).weight if self.linears else next(frozen.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.base_bytes = held + sum({t.data_ptr(): nbytes(t) for t in frozen.parameters()}.values())
 
-    def _quantize(self, frozen: nn.Module, width: Width, device: torch.device | None) -> int:
-        """Keep weights quantised; their bytes. To be called once they are hashed: clients hash a checkpoint's."""
+    def _keep_as(
+        self, kept: Callable[[torch.Tensor], Quantized], option: str, frozen: nn.Module, device: torch.device | None
+    ) -> int:
+        """Keep weights in another form; their bytes. To be called once they are hashed: clients hash a checkpoint's."""
         head_of: Any = getattr(frozen, "get_output_embeddings", lambda: None)
         head = head_of()
         layers = {name: frozen.get_submodule(name) for name in self.linears}
         chosen = [name for name, layer in layers.items() if layer is not head and f"{name}.weight" not in self._tied]
         if not chosen:
-            raise ConfigError(f"quantize={width}: {self.architecture} has no linear to quantise; leave the option out")
+            raise ConfigError(f"{option}: {self.architecture} has no linear for it; leave the option out")
         small = {}
         for name in chosen:
             whole = self.linears[name].tensors()[0]
-            small[name] = quantize(whole.to(device or whole.device), width)
+            small[name] = kept(whole.to(device or whole.device))
             hide_weight(layers[name], device or whole.device)
         if device is not None:
             frozen.to(device)
@@ -121,7 +135,7 @@ class BaseModel:
         self.modules.update(self.linears)
         if lost := self.blocks.keys() - dict(find_blocks(frozen, token_width(self.config), self._tied)).keys():
             raise ConfigError(
-                f"quantize={width}: {min(lost)} of {self.architecture} reads the weights of its linears itself, and "
+                f"{option}: {min(lost)} of {self.architecture} reads the weights of its linears itself, and "
                 "would find none; leave the option out"
             )
         return sum(weight.nbytes for weight in small.values())

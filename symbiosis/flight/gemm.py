@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from symbiosis.flight.packed import Packed
 from symbiosis.flight.quantized import Weight
 
 FEW_TOKENS = 4  # up to here a bfloat16 product in the plain loop beats casting the weight
@@ -39,7 +40,10 @@ def forward(x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
     widths = [weight.shape[0] for weight in weights]
     y = inputs.new_empty(x.shape[0], sum(widths))
     for weight, part in zip(weights, y.split(widths, dim=1), strict=True):
-        torch.mm(inputs, weight.to(inputs.dtype).t(), out=part)
+        if isinstance(weight, Packed) and inputs.dtype == weight.dtype:
+            part.copy_(weight.product(inputs))
+        else:
+            torch.mm(inputs, weight.to(inputs.dtype).t(), out=part)
     return y.to(x.dtype)
 
 

@@ -48,12 +48,13 @@ def load_base(options: ServerOptions) -> BaseModel:
     cache = _HashCache(options.cache_path, source, revision, str(model.dtype))
     known = cache.load()
     base = BaseModel(
-        model if options.quantized else model.to(device),  # the device never holds the whole of a quantised one
+        model if options.quantized or options.prepack else model.to(device),  # never whole and in another form at once
         name=options.name or options.model,
         revision=revision,
         tokenizer=_tokenizer(source, options),
         hashes=known,
         quantized=options.quantized,
+        prepack=options.prepack,
         device=device,
         progress=lambda modules: tqdm(modules, desc="hashing weights", unit="module", leave=False),
     )

@@ -320,7 +320,9 @@ def serve(model: nn.Module | str, *, tokenizer: Any = None, **options: Any) -> S
         settings = ServerOptions(model=model, **options)
         return Server(load_base(settings), settings)
     settings = ServerOptions(model=type(model).__name__, **options)
-    base = BaseModel(model, name=settings.name or "", tokenizer=tokenizer, quantized=settings.quantized)
+    base = BaseModel(
+        model, name=settings.name or "", tokenizer=tokenizer, quantized=settings.quantized, prepack=settings.prepack
+    )
     return Server(base, settings)
 
 
