@@ -340,8 +340,13 @@ class _Stream:
     ) -> None:
         command = offer.command if offer else open_header
         self._writer, self._reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
-        self._writer.begin(protocol.SCHEMA)
-        self._session = offer.accepted(self._reader.read_chunk().app_metadata) if offer else None
+        if offer is None:
+            self._writer.begin(protocol.SCHEMA)
+            self._session = None
+        else:
+            with contextlib.suppress(pa.ArrowException, OSError):  # a refusal may have ended the stream: it says why
+                self._writer.begin(protocol.SCHEMA)
+            self._session = offer.accepted(self._reader.read_chunk().app_metadata)
         self.calls = 0
 
     def exchange(self, header: bytes, batch: pa.RecordBatch) -> Message:
