@@ -18,7 +18,7 @@ import msgspec
 from symbiosis.config import ServerOptions
 from symbiosis.errors import ConfigError, MissingExtraError
 from symbiosis.flight.quota import Quota
-from symbiosis.flight.tokens import TokenFile, check_tenant, when
+from symbiosis.flight.tokens import TokenFile, check_tenant, check_weight, when
 from symbiosis.settings import Setting
 
 VERBS: Final = ("token", "certificate")
@@ -47,7 +47,8 @@ def _token(arguments: argparse.Namespace, options: ServerOptions) -> int:
     if path is None:
         raise ConfigError("tokens is off, so there is no file to change; name one with --tokens FILE")
     file = TokenFile(path)
-    {"create": _create, "list": _list, "revoke": _revoke, "quota": _quota}[arguments.action](arguments, file)
+    actions = {"create": _create, "list": _list, "revoke": _revoke, "quota": _quota, "weight": _weight}
+    actions[arguments.action](arguments, file)
     return 0
 
 
@@ -55,8 +56,12 @@ def _create(arguments: argparse.Namespace, file: TokenFile) -> None:
     days = arguments.expires_days
     if days is not None and not days > 0:
         raise ConfigError(f"--expires-days: got {days}, expected more than 0; leave it out for a token that lasts")
+    if arguments.weight is not None:
+        check_weight(arguments.tenant, arguments.weight)  # before there is a token that nobody has seen
     first = not file.path.exists()
     token = file.create(arguments.tenant, None if days is None else time.time() + days * DAY_S)
+    if arguments.weight is not None:
+        file.set_weight(arguments.tenant, arguments.weight)
     print(token)
     _say(f"made a token of tenant {arguments.tenant} in {file.path}; it is shown this once. Clients take it as")
     _say("SYMBIOSIS_CLIENT_TOKEN, token_file= or token=getpass.getpass().")
@@ -66,11 +71,12 @@ def _create(arguments: argparse.Namespace, file: TokenFile) -> None:
 
 def _list(arguments: argparse.Namespace, file: TokenFile) -> None:
     content = file.read()
-    rows = [("ID", "TENANT", "CREATED", "EXPIRES", "QUOTA")]
+    rows = [("ID", "TENANT", "CREATED", "EXPIRES", "WEIGHT", "QUOTA")]
     for entry in content.tokens:
         expired = entry.expires_s is not None and entry.expires_s <= time.time()
         expires = when(entry.expires_s) + (" (expired)" if expired else "")
-        rows.append((entry.id, entry.tenant, when(entry.created_s), expires, _shown(content.quotas.get(entry.tenant))))
+        weight, quota = content.weights.get(entry.tenant, 1.0), content.quotas.get(entry.tenant)
+        rows.append((entry.id, entry.tenant, when(entry.created_s), expires, f"{weight:g}", _shown(quota)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -90,6 +96,11 @@ def _quota(arguments: argparse.Namespace, file: TokenFile) -> None:
         raise ConfigError(f"quota of {arguments.tenant}: {error}") from None
     file.set_quota(arguments.tenant, quota)
     print(f"quota of {arguments.tenant}: {_shown(quota)}")
+
+
+def _weight(arguments: argparse.Namespace, file: TokenFile) -> None:
+    file.set_weight(arguments.tenant, arguments.weight)
+    print(f"weight of {arguments.tenant}: {arguments.weight:g}; servers follow within a second or two")
 
 
 def _shown(quota: Quota | None) -> str:
@@ -127,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     create = _add(token, "create", "make a token and print it, once")
     create.add_argument("tenant", metavar="TENANT", help="whose it is: a person, a team, a service")
     create.add_argument("--expires-days", type=float, metavar="DAYS", help="how long it lasts [default: for ever]")
+    create.add_argument("--weight", type=float, metavar="N", help="the same as `token weight TENANT N` afterwards")
     _add(token, "list", "show which tokens are good, without the tokens")
     _add(token, "revoke", "refuse a token from now on").add_argument(
         "which", metavar="ID_OR_TENANT", help="the ID that list shows, or a tenant: all its tokens"
@@ -136,6 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     quota.add_argument("--tokens-per-s", type=float, metavar="N", help="rows that are computed, of any module")
     quota.add_argument("--bytes-per-s", type=float, metavar="N", help="requests and replies together")
     quota.add_argument("--concurrent-calls", type=int, metavar="N", help="calls under way at once")
+    weight = _add(token, "weight", "set a tenant's share of the device, relative to others that wait")
+    weight.add_argument("tenant", metavar="TENANT")
+    weight.add_argument("weight", type=float, metavar="N", help="0.01 to 100; 1 is what everybody has")
     certificate = _add(verbs, "certificate", "make a client certificate, signed by the CA of --tls auto")
     certificate.add_argument("name", metavar="NAME", help="whose it is")
     certificate.add_argument(

@@ -30,7 +30,7 @@ class Caretaker:
     def __init__(self, streams: Streams, executor: Executor, watchdog_s: float) -> None:
         self._streams = streams
         self._executor = executor
-        self._watchdog_s = watchdog_s
+        self.watchdog_s = watchdog_s
         self._reported_s: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="symbiosis-caretaker", daemon=True)
@@ -45,7 +45,7 @@ class Caretaker:
     def stuck(self) -> bool:
         """Whether one batch has been computed for longer than the watchdog allows."""
         since_s = self._executor.busy_since_s
-        return bool(self._watchdog_s) and since_s is not None and time.perf_counter() - since_s > self._watchdog_s
+        return bool(self.watchdog_s) and since_s is not None and time.perf_counter() - since_s > self.watchdog_s
 
     def look(self) -> None:
         """What the thread does each time."""
@@ -53,7 +53,7 @@ class Caretaker:
         since_s = self._executor.busy_since_s
         if self.stuck and since_s != self._reported_s:
             self._reported_s = since_s
-            logger.error("a batch has been computed for more than %.0f s; the stacks follow", self._watchdog_s)
+            logger.error("a batch has been computed for more than %.0f s; the stacks follow", self.watchdog_s)
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
 
     def _loop(self) -> None:

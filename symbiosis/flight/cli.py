@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.print_config:
         print(to_toml(options, settings))
         return 0
-    return _serve(options)
+    return _serve(options, lambda: load_server_options(words))
 
 
 def _administer(words: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog=PROG,
         description="Serve one frozen base model to any number of clients over Arrow Flight.",
         epilog="Precedence: command line, then environment, then the --config file, then default. "
-        f"Other commands: {PROG} token create|list|revoke|quota, {PROG} certificate NAME (each with --help).",
+        f"Other commands: {PROG} token create|list|revoke|quota|weight, {PROG} certificate NAME (each with --help).",
         allow_abbrev=False,
     )
     parser.add_argument("MODEL", nargs="?", help="the same as --model")
@@ -169,10 +169,10 @@ def _collect(arguments: argparse.Namespace) -> dict[str, Setting]:
     return ServerOptions.collect(given, arguments.config)
 
 
-def _serve(options: ServerOptions) -> int:
+def _serve(options: ServerOptions, again: Callable[[], ServerOptions]) -> int:
     _configure_logging(options.log_level, options.log_format)
     try:
-        return _run_server(options)
+        return _run_server(options, again)
     except SymbiosisError as error:
         if options.log_level == "debug":
             traceback.print_exc()
@@ -181,7 +181,7 @@ def _serve(options: ServerOptions) -> int:
         return EXIT_INTERRUPTED
 
 
-def _run_server(options: ServerOptions) -> int:
+def _run_server(options: ServerOptions, again: Callable[[], ServerOptions]) -> int:
     try:
         from symbiosis.flight.server import run
     except ModuleNotFoundError as error:
@@ -191,7 +191,7 @@ def _run_server(options: ServerOptions) -> int:
             f"the server needs the package {error.name}, which is not installed; "
             "run: pip install 'symbiosis-flight[server]'"
         ) from error
-    return run(options)
+    return run(options, again)
 
 
 def _configure_logging(level: str, log_format: str) -> None:

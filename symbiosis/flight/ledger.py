@@ -139,6 +139,10 @@ class Ledger:
             extracted_modules=account.extraction.modules,
         )
 
+    def weight(self, tenant: str) -> float:
+        """How large a tenant's share of the device is, relative to others."""
+        return self.book.weight(tenant) if self.book else 1.0
+
     @property
     def tenants(self) -> list[str]:
         """Who has called since start."""

@@ -134,10 +134,7 @@ class Scheduler:
         weight_of: Callable[[str], float] = lambda account: 1.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.max_batch_tokens = max_batch_tokens
-        self.max_queue_bytes = max_queue_bytes
         self._clock = clock
-        self.max_queue_tokens = max_queue_tokens
         self._rendezvous = Rendezvous(max_wait_s)
         self._shares = Shares(max_batch_tokens, weight_of)
         self._pace_s: dict[Key, float] = {}  # seconds per token, of the latest batch
@@ -148,6 +145,15 @@ class Scheduler:
         self._queued_bytes = self._queued_tokens = 0
         self._changed = threading.Condition()
         self._closed = False
+        self.set_limits(max_batch_tokens, max_queue_bytes, max_queue_tokens, max_wait_s)
+
+    def set_limits(self, max_batch_tokens: int, max_queue_bytes: int, max_queue_tokens: int, max_wait_s: float) -> None:
+        """Replace the limits; what waits already stays, even where it is more than would be taken now."""
+        with self._changed:
+            self.max_batch_tokens = self._shares.slack_tokens = max_batch_tokens
+            self.max_queue_bytes, self.max_queue_tokens = max_queue_bytes, max_queue_tokens
+            self._rendezvous.max_wait_s = max_wait_s
+            self._changed.notify_all()
 
     def submit(self, task: Task) -> None:
         """Queue a task.

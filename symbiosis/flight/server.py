@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from torch import nn
 from symbiosis._version import __version__
 from symbiosis.config import ServerOptions, is_loopback
 from symbiosis.errors import ConfigError, MissingExtraError
-from symbiosis.flight import protocol
+from symbiosis.flight import protocol, reload
 from symbiosis.flight.audit_log import AuditLog
 from symbiosis.flight.base_model import BaseModel
 from symbiosis.flight.caretaker import Caretaker
@@ -71,6 +72,7 @@ class Server:
             max_queue_bytes=options.max_queue_bytes,
             max_queue_tokens=options.max_queue_tokens,
             max_wait_s=options.max_wait_us / 1e6,
+            weight_of=lambda account: self.ledger.weight(account),
         )
         self._soft_cache = SoftCache(options.soft_cache_bytes)
         self._executor = Executor(base, self._scheduler, options.threads, self._counters.observe, self._soft_cache)
@@ -142,6 +144,28 @@ class Server:
     def __repr__(self) -> str:
         state = "draining" if self._draining else "serving"
         return f"<Server {self.url} {state} {self.base.name}: {len(self.base.modules)} modules>"
+
+    def reload(self, wanted: ServerOptions) -> None:
+        """Follow the limits of these options from now on, and read the tokens again; says what needs a restart.
+
+        Raises:
+            ConfigError: the limits do not fit the options that cannot change; nothing was changed.
+        """
+        self.options, live, later = reload.changes(self.options, wanted)
+        options = self.options
+        self._scheduler.set_limits(
+            options.max_batch_tokens, options.max_queue_bytes, options.max_queue_tokens, options.max_wait_us / 1e6
+        )
+        self._streams.set_limits(options.max_streams_per_client, options.idle_timeout_s, options.write_timeout_s)
+        self._caretaker.watchdog_s = options.watchdog_s
+        if "log_level" in live:
+            logging.getLogger("symbiosis").setLevel(options.log_level.upper())
+        if self.ledger.book:
+            self.ledger.book.reload()
+        shown = ", ".join(f"{name} = {getattr(options, name)}" for name in live) or "no limit has changed"
+        logger.info("reload: %s", shown)
+        if later:
+            logger.warning("reload: %s changed too, which takes a restart", ", ".join(later))
 
     def stats(self) -> protocol.ServerStats:
         """Counters since start, as the `stats` action gives them."""
@@ -326,8 +350,16 @@ def serve(model: nn.Module | str, *, tokenizer: Any = None, **options: Any) -> S
     return Server(base, settings)
 
 
-def run(options: ServerOptions) -> int:
-    """The life of a server process: load, listen, say so, wait for a signal, drain."""
+def run(options: ServerOptions, again: Callable[[], ServerOptions] | None = None) -> int:
+    """The life of a server process: load, listen, say so, wait for a signal, drain.
+
+    Args:
+        options: where and within which limits.
+        again: collects the options anew at SIGHUP; None keeps them, and only tokens are read again.
+
+    Raises:
+        ConfigError: a bad option, or an address that cannot be bound.
+    """
     from symbiosis.flight.loading import load_base
 
     if options.port_file and not options.port_file.parent.is_dir():
@@ -339,19 +371,34 @@ def run(options: ServerOptions) -> int:
 
     base = load_base(options)
     server = Server(base, _with_tokens(options))
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
     print(_listening(server), flush=True)
     if options.port_file:
         _write_port(options.port_file, server.port)
-    while not received:
+    while (ending := _next_end(received, server, again or (lambda: options))) is None:
         time.sleep(0.2)
-    logger.info("%s: draining", received[0].name)
+    logger.info("%s: draining", ending.name)
     finished = server.close()
     sys.stdout.flush()
     logging.shutdown()
     # Streams that clients left open would keep gRPC's threads, and so the process, alive.
     os._exit(0 if finished else 1)
+
+
+def _next_end(
+    received: list[signal.Signals], server: Server, again: Callable[[], ServerOptions]
+) -> signal.Signals | None:
+    """Attend to the signals received; the first that ends the server, if any does."""
+    while received:
+        number = received.pop(0)
+        if number is not signal.SIGHUP:
+            return number
+        try:
+            server.reload(_with_tokens(again()))
+        except ConfigError as error:  # a slip of an editor must not end a server that works
+            logger.error("reload: %s; the options in force stay", error)
+    return None
 
 
 def peak_memory_bytes() -> int:

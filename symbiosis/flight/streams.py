@@ -53,12 +53,16 @@ class Streams:
     def __init__(
         self, max_per_client: int, idle_s: float, write_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._max_per_client = max_per_client
-        self._limits_s = {"reading": idle_s, "writing": write_s}
+        self.set_limits(max_per_client, idle_s, write_s)
         self._clock = clock
         self._open: set[Stream] = set()
         self._lock = threading.Lock()
         self.cut_off = 0
+
+    def set_limits(self, max_per_client: int, idle_s: float, write_s: float) -> None:
+        """Replace the limits; streams that are open are measured by them, too."""
+        self._max_per_client = max_per_client
+        self._limits_s = {"reading": idle_s, "writing": write_s}
 
     @contextlib.contextmanager
     def opened(self, client: str, peer: str) -> Iterator[Stream]:

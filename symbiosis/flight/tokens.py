@@ -36,6 +36,8 @@ TENANT = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 NO_HASH = "0" * 64
 
 TenantName = Annotated[str, Meta(pattern=f"^{TENANT}$")]
+# Bounded, so that the lightest tenant still gets a turn while the heaviest keeps the server busy.
+Weight = Annotated[float, Meta(ge=0.01, le=100.0)]
 
 
 class Entry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -54,6 +56,7 @@ class Content(Struct, frozen=True, forbid_unknown_fields=True):
     version: Annotated[int, Meta(ge=1, le=1)] = 1
     tokens: tuple[Entry, ...] = ()
     quotas: dict[TenantName, Quota] = {}
+    weights: dict[TenantName, Weight] = {}  # shares of the device, relative to others; 1 where there is none
 
 
 class Grant(NamedTuple):
@@ -104,6 +107,18 @@ class TokenFile:
         check_tenant(tenant)
         self._change(
             lambda content: msgspec.structs.replace(content, quotas={**content.quotas, tenant: quota}),
+        )
+
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """Replace the weight of a tenant: one of 2 gets twice the tokens of one of 1, where both wait.
+
+        Raises:
+            ConfigError: a weight that is none.
+        """
+        check_tenant(tenant)
+        checked = check_weight(tenant, weight)
+        self._change(
+            lambda content: msgspec.structs.replace(content, weights={**content.weights, tenant: checked}),
         )
 
     def read(self) -> Content:
@@ -158,6 +173,15 @@ class TokenBook:
         """The limits of a tenant."""
         return self._current().quotas.get(tenant, Quota())
 
+    def weight(self, tenant: str) -> float:
+        """The share of a tenant, relative to others; asks no file, since the scheduler asks under its lock."""
+        return self._content.weights.get(tenant, 1.0)
+
+    def reload(self) -> None:
+        """Look at the file now, instead of at the next call a second from now."""
+        with self._lock:
+            self._reload()
+
     def _current(self) -> Content:
         with self._lock:
             now_s = self._clock()
@@ -182,6 +206,14 @@ def check_tenant(name: str) -> None:
     """Refuse a name that could not stand in a file, a log or a table."""
     if not re.fullmatch(TENANT, name):
         raise ConfigError(f"tenant {name!r} is no name; expected up to 64 letters, digits, dots, dashes, underscores")
+
+
+def check_weight(tenant: str, weight: float) -> float:
+    """Refuse a weight that would starve a tenant, or all others."""
+    try:
+        return msgspec.convert(weight, Weight)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"weight of {tenant}: got {weight}; {error}; 1 is what everybody has") from None
 
 
 def when(seconds: float | None) -> str:

@@ -42,15 +42,31 @@ def test_a_token_is_made_listed_and_revoked(run: Any, tmp_path: Path) -> None:
     run("token", "create", "bob", "--expires-days", "1e-9")
     code, listed, _ = run("token", "list")
     header, first, second = listed.splitlines()
-    assert header.split() == ["ID", "TENANT", "CREATED", "EXPIRES", "QUOTA"]
+    assert header.split() == ["ID", "TENANT", "CREATED", "EXPIRES", "WEIGHT", "QUOTA"]
     assert first.startswith(f"{grant.token_id}  alice")
     assert "never" in first
-    assert first.endswith("tokens_per_s=500, concurrent_calls=2")
+    assert first.endswith("1       tokens_per_s=500, concurrent_calls=2")
     assert "(expired)" in second
     assert token.split("_", 2)[2] not in listed
 
     assert run("token", "revoke", grant.token_id)[0] == 0
     assert TokenBook(tmp_path / "tokens.json").grant(token) is None
+
+
+def test_a_weight_is_given_with_a_token_or_later(run: Any, tmp_path: Path) -> None:
+    run("token", "create", "alice", "--weight", "2.5")
+    run("token", "create", "bob")
+    code, output, _ = run("token", "weight", "bob", "0.5")
+    assert (code, output) == (0, "weight of bob: 0.5; servers follow within a second or two\n")
+
+    book = TokenBook(tmp_path / "tokens.json")
+    assert [book.weight(tenant) for tenant in ("alice", "bob", "carol")] == [2.5, 0.5, 1.0]
+    assert [line.split()[-2] for line in run("token", "list")[1].splitlines()[1:]] == ["2.5", "0.5"]
+
+
+def test_a_weight_that_is_none_makes_no_token(run: Any, tmp_path: Path) -> None:
+    assert run("token", "create", "alice", "--weight", "0")[0] == 2
+    assert not (tmp_path / "tokens.json").exists()
 
 
 def test_another_file_may_be_named(run: Any, tmp_path: Path) -> None:
@@ -70,6 +86,9 @@ def test_another_file_may_be_named(run: Any, tmp_path: Path) -> None:
         (["token", "create", "a", "--expires-days", "0"], "expected more than 0"),
         (["token", "revoke", "nobody"], "no token with the id"),
         (["token", "quota", "a", "--tokens-per-s", "-1"], "tokens_per_s"),
+        (["token", "weight", "a", "0.001"], "weight of a: got 0.001; Expected `float` >= 0.01"),
+        (["token", "weight", "a", "1e9"], "<= 100"),
+        (["token", "weight", "a", "nan"], "weight of a: got nan"),
         (["token", "list", "--tokens", "off"], "no file to change"),
         (["certificate", "alice"], "has no CA yet"),
     ],

@@ -43,7 +43,7 @@ def server(monkeypatch: pytest.MonkeyPatch):
     def install(run: Any = lambda options: 0) -> list[ServerOptions]:
         seen: list[ServerOptions] = []
         module = ModuleType("symbiosis.flight.server")
-        module.run = lambda options: seen.append(options) or run(options)  # type: ignore[attr-defined]
+        module.run = lambda options, again: seen.append(options) or run(options)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         return seen
 

@@ -356,6 +356,78 @@ def test_weights_shift_the_shares() -> None:
     assert abs(served["paying"] / sum(served.values()) - 0.75) < 0.02
 
 
+@pytest.mark.parametrize("heavy_tasks", [1, 10])
+def test_a_weight_is_of_a_tenant_however_many_clients_and_requests_it_has(heavy_tasks: int) -> None:
+    """One tenant asks for ten times as much and has a tenth of the other's weight: load buys nothing."""
+    scheduler = Scheduler(max_batch_tokens=100, weight_of={"light": 1.0, "heavy": 0.1}.__getitem__)
+    for i in range(heavy_tasks):
+        scheduler.submit(task(Key("forward", (f"h{i}",), "F32"), 100, client=f"heavy/{i}", tenant="heavy"))
+    for i in range(2):
+        scheduler.submit(task(Key("forward", (f"l{i}",), "F32"), 100, client=f"light/{i}", tenant="light"))
+    served = {"light": 0, "heavy": 0}
+    for _ in range(440):
+        (done,) = taken(scheduler)
+        served[done.tenant] += done.tokens
+        scheduler.submit(task(done.key, 100, client=done.client, tenant=done.tenant))
+
+    assert abs(served["light"] / sum(served.values()) - 10 / 11) < 0.02
+
+
+def test_the_lightest_tenant_is_passed_over_but_not_for_ever() -> None:
+    scheduler = Scheduler(max_batch_tokens=100, weight_of={"least": 0.01, "most": 100.0}.__getitem__)
+    scheduler.submit(task(Key("forward", ("l",), "F32"), 100, tenant="least"))
+    for _ in range(2):  # its first turn puts it behind by 10,000; the second comes after 1,000,000 tokens of the other
+        batches = 0
+        while True:
+            scheduler.submit(task(Key("forward", ("m",), "F32"), 8000, tenant="most"))
+            (done,) = taken(scheduler)
+            if done.tenant == "least":
+                break
+            batches += 1
+        scheduler.submit(task(done.key, 100, tenant="least"))
+
+    assert 1 < batches <= 130
+
+
+def test_small_requests_go_first_between_tenants_of_any_weight_that_are_even() -> None:
+    scheduler = Scheduler(weight_of={"train": 10.0, "decode": 1.0}.__getitem__)
+    large = task(Key("forward", ("t",), "F32"), 4000, tenant="train")
+    small = task(Key("forward", ("d",), "F32"), 1, tenant="decode")
+    for one in (large, small):
+        scheduler.submit(one)
+
+    assert [taken(scheduler), taken(scheduler)] == [(small,), (large,)]
+
+
+def test_a_weight_that_changes_holds_for_the_tokens_that_follow() -> None:
+    weights = {"a": 1.0, "b": 1.0}
+    scheduler = Scheduler(max_batch_tokens=100, weight_of=weights.__getitem__)
+
+    def share_of_a() -> float:
+        served = {"a": 0, "b": 0}
+        for _ in range(200):
+            for tenant in weights:
+                if tenant not in scheduler._waiting:
+                    scheduler.submit(task(Key("forward", (tenant,), "F32"), 100, tenant=tenant))
+            served[taken(scheduler)[0].tenant] += 1
+        return served["a"] / 200
+
+    assert abs(share_of_a() - 0.5) < 0.02
+    weights["a"] = 3.0
+    assert abs(share_of_a() - 0.75) < 0.02
+
+
+def test_limits_that_are_replaced_hold_for_what_comes_next() -> None:
+    scheduler = Scheduler(max_queue_tokens=100)
+    scheduler.submit(task(tokens=60))
+
+    scheduler.set_limits(max_batch_tokens=50, max_queue_bytes=1 << 20, max_queue_tokens=50, max_wait_s=0.0)
+
+    with pytest.raises(ServerBusyError, match="60 of 50 tokens wait"):
+        scheduler.submit(task(tokens=1))
+    assert len(taken(scheduler)) == 1  # what was admitted stays
+
+
 def test_within_a_key_those_who_got_less_go_first() -> None:
     scheduler = Scheduler(max_batch_tokens=100)
     for _ in range(5):

@@ -505,6 +505,9 @@ class Process:
         self.port_file = work / "port"
         command = [sys.executable, "-m", "symbiosis.flight.cli", str(folder), "--port", "0", "--name", "ours"]
         command += ["--port-file", str(self.port_file), "--cache-dir", str(work), "--device", "cpu"]
+        self.config = work / "server.toml"
+        self.config.touch()
+        command += ["--config", str(self.config)]
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ)
@@ -513,6 +516,11 @@ class Process:
         found = LISTENING.fullmatch(self.line)
         assert found, (self.line, self.process.stderr and self.process.stderr.read())
         self.url, self.port, self.modules = found["url"], int(found["port"]), int(found["modules"])
+
+    def error_with(self, words: str) -> str:
+        """The next line of its log that has these words."""
+        assert self.process.stderr is not None
+        return next(line for line in self.process.stderr if words in line)
 
 
 @pytest.fixture(scope="module")
@@ -552,6 +560,28 @@ def test_a_second_process_on_its_port_is_refused(process: Process, folder: Path,
 
     with pytest.raises(ConfigError, match="--port"):
         Server(load_base(options), options)
+
+
+def test_sighup_changes_limits_and_no_call_is_lost(process: Process, raw_stream: Factory) -> None:
+    stream = raw_stream(process.url)
+    forward(stream)
+    process.config.write_text('max_queue_tokens = 1\nwatchdog_s = "x"\n')
+    process.process.send_signal(signal.SIGHUP)
+    refused = process.error_with("reload: ")
+    assert "watchdog_s" in refused
+    assert "the options in force stay" in refused
+    forward(stream)
+
+    process.config.write_text('max_queue_tokens = 1\nlog_level = "debug"\ndtype = "float16"\n')
+    process.process.send_signal(signal.SIGHUP)
+    assert "max_queue_tokens = 1" in (line := process.error_with("reload: "))
+    assert "log_level = debug" in line
+    assert "dtype changed too, which takes a restart" in process.error_with("reload: ")
+    forward(stream)  # the first is admitted into an empty queue, whatever its size
+
+    process.config.write_text("")
+    process.process.send_signal(signal.SIGHUP)
+    assert f"max_queue_tokens = {2**20}" in process.error_with("reload: ")
 
 
 def test_sigterm_drains_and_exits_with_0_although_a_stream_is_open(process: Process, raw_stream: Factory) -> None:

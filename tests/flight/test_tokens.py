@@ -102,13 +102,26 @@ def test_a_new_token_and_quota_are_seen_without_a_restart(file: TokenFile, clock
     book = TokenBook(file.path, clock)
     token = file.create("bob")
     file.set_quota("bob", Quota(tokens_per_s=5))
+    file.set_weight("bob", 4.0)
     assert book.grant(token) is None
+    assert book.weight("bob") == 1.0
 
     clock.later()
 
     assert book.grant(token) is not None
     assert book.quota("bob") == Quota(tokens_per_s=5)
     assert book.quota("alice") == Quota()
+    assert (book.weight("bob"), book.weight("alice")) == (4.0, 1.0)
+
+
+def test_a_reload_looks_at_once(file: TokenFile, clock: Clock) -> None:
+    file.create("alice")
+    book = TokenBook(file.path, clock)
+    file.set_weight("alice", 3.0)
+
+    book.reload()
+
+    assert book.weight("alice") == 3.0
 
 
 def test_an_expired_token_is_refused(file: TokenFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +166,7 @@ def test_a_spoilt_file_is_reported_and_changes_nothing(
         ('{"tokens": [{"id": "a", "tenant": "no spaces", "sha256": "0", "created_s": 1}]}', "tenant"),
         ('{"quotas": {"alice": {"tokens_per_s": 0}}}', "tokens_per_s"),
         ('{"quotas": {"alice": {"tokens": 1}}}', "unknown field"),
+        ('{"weights": {"alice": 0}}', "weights"),
     ],
 )
 def test_a_file_that_is_none_is_refused_at_start(file: TokenFile, content: str, words: str) -> None:
