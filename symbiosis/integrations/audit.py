@@ -77,6 +77,16 @@ def run(model: Any, public: torch.Tensor, private: torch.Tensor) -> Report:
     return Report(tuple(findings))
 
 
+def recorded(url: str, privacy: PrivacyOptions | None = None) -> tuple[Connection, Tap]:
+    """Connect, and keep what the server sees: each of its requests is in the Tap's `exchanges`, tensors and all.
+
+    Raises:
+        SymbiosisError: as `symbiosis.connect`.
+    """
+    tap = Tap(FlightChannel(url))
+    return Connection(Replicas([tap], 0.0), ClientOptions(), privacy), tap
+
+
 def _audit(
     name: str, privacy: PrivacyOptions | None, url: str, model: Any, candidates: Candidates, private: torch.Tensor
 ) -> list[Finding]:
@@ -85,10 +95,9 @@ def _audit(
     mlp = client.get_decoder().layers[0].mlp
     gate, up = mlp.gate_proj.weight.detach().clone(), mlp.up_proj.weight.detach().clone()
     update = 0.05 * torch.randn(up.shape[0], RANK) @ torch.randn(RANK, up.shape[1]) / up.shape[1] ** 0.5
-    tap = Tap(FlightChannel(url))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that weak is weak is what this shows
-        connection = Connection(Replicas([tap], 0.0), ClientOptions(), privacy)
+        connection, tap = recorded(url, privacy)
     with connection, torch.no_grad():
         connection.wrap(client, granularity="linear")
         up_proj = client.get_decoder().layers[0].mlp.up_proj
