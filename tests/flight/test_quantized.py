@@ -107,11 +107,11 @@ def test_int8_of_torchao_is_the_same() -> None:
 def test_int4_of_bitsandbytes_is_the_same() -> None:
     """Forward and back, as its own layer computes them."""
     bnb = pytest.importorskip("bitsandbytes", reason="int4 needs the extra `quantize`")
-    weight = torch.randn(56, 32, generator=torch.Generator().manual_seed(0))
-    layer = bnb.nn.Linear4bit(32, 56, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    weight = torch.randn(56, 64, generator=torch.Generator().manual_seed(0))
+    layer = bnb.nn.Linear4bit(64, 56, bias=False, quant_type="nf4", compute_dtype=torch.float32)
     layer.weight = bnb.nn.Params4bit(weight.clone(), requires_grad=False, quant_type="nf4", compress_statistics=False)
     layer = layer.to("cpu")
-    x = torch.randn(5, 32, requires_grad=True)
+    x = torch.randn(5, 64, requires_grad=True)
     y = layer(x)
     y.backward(torch.ones_like(y))
 
@@ -121,6 +121,19 @@ def test_int4_of_bitsandbytes_is_the_same() -> None:
     assert difference(gemm.grad_input(torch.ones_like(y), [ours]), x.grad) <= 1e-6
     assert ours.nbytes == weight.numel() // 2 + 4 * weight.numel() // 64
     assert difference(ours.to(torch.float32), weight) <= NF4_OF_ITS_RANGE
+
+
+@pytest.mark.parametrize("width", [32, 50, 64, 96, 100])
+def test_int4_of_any_width(width: int) -> None:
+    """Each weight is a level of NF4 times the largest of its block of 64, wherever rows end."""
+    pytest.importorskip("bitsandbytes", reason="int4 needs the extra `quantize`")
+    weight = torch.randn(7, width, generator=torch.Generator().manual_seed(0))
+    ours: Any = quantize(weight, "int4")
+
+    levels = torch.stack([ours.packed.view(-1) >> 4, ours.packed.view(-1) & 15], dim=1).view(-1).long()
+    expected = (ours.state.code[levels].view(-1, 64) * ours.state.absmax.view(-1, 1)).view(-1)[: weight.numel()]
+    assert torch.equal(ours.to(torch.float32), expected.view(weight.shape))
+    assert difference(expected.view(weight.shape), weight) <= NF4_OF_ITS_RANGE
 
 
 def test_memory_falls(tiny_llama: Any, width: Any) -> None:
