@@ -34,7 +34,7 @@ SCALES = (torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.m
 DROPOUTS = (functional.dropout, torch.dropout)
 # Questions about a tensor that its stand-in answers itself.
 QUESTIONS = {
-    *("size", "dim", "ndimension", "numel", "element_size", "is_inference", "is_floating_point", "is_complex"),
+    *("size", "dim", "ndimension", "numel", "element_size", "is_floating_point", "is_complex"),
     *("get_device", "__hash__", "__len__", "is_contiguous", "is_signed"),
 }
 # Attributes that only the value has.
@@ -45,19 +45,46 @@ VALUES = {
 
 
 class Deferred(torch.Tensor):
-    """A tensor whose value is computed when it is looked at."""
+    """A tensor whose value is computed when it is looked at.
+
+    What a layer asks dozens of times is answered by plain properties: torch's own go through `__torch_function__`.
+    """
 
     node: Node
+    _dtype: torch.dtype
+    _device: torch.device
+    _became: int  # how often it was changed in place without a value
 
     @staticmethod
     def __new__(cls, node: Node, dtype: torch.dtype, device: torch.device) -> Deferred:
         deferred: Deferred = torch.Tensor._make_wrapper_subclass(cls, node.shape, dtype=dtype, device=device)
-        deferred.node = node
+        deferred.node, deferred._dtype, deferred._device, deferred._became = node, dtype, device, 0
         node.holder = weakref.ref(deferred)
         return deferred
 
     def __init__(self, *_: object) -> None:
         super().__init__()
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.node.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        """Changes in place, of this tensor or of its value."""
+        value = self.node.value
+        return self._became + (0 if value is None else value._version - self.node.value_version)
+
+    def is_inference(self) -> bool:
+        return False  # nothing is put off in inference mode
 
     @property
     def is_pending(self) -> bool:
@@ -69,6 +96,7 @@ class Deferred(torch.Tensor):
         self.node.holder = None
         self.node = other.node
         self.node.holder = weakref.ref(self)
+        self._became += 1
         return self
 
     # Dynamo would trace into calls and clocks; stand-ins are opaque to it as well.
@@ -84,8 +112,7 @@ class Deferred(torch.Tensor):
         if _asks(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        args, kwargs = pytree.tree_map_only(Deferred, _look, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*map(_looked, args), **{name: _looked(arg) for name, arg in kwargs.items()})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -233,6 +260,13 @@ def linears_of(tensor: Deferred, names: Sequence[str], widths: Sequence[int]) ->
 def fits(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be put off further."""
     return not isinstance(tensor, Deferred) or pending.fits(tensor.node)
+
+
+def _looked(arg: Any) -> Any:
+    """An argument with the values of what is deferred, also inside of it."""
+    if isinstance(arg, Deferred):
+        return _look(arg)
+    return pytree.tree_map_only(Deferred, _look, arg) if isinstance(arg, (list, tuple, dict)) else arg
 
 
 def _look(tensor: Deferred) -> torch.Tensor:

@@ -77,7 +77,7 @@ class Node:
         self.step = step
         self.records = torch.is_grad_enabled()
         self.args = tuple(_settled(arg) if _joins(arg, self.records) else value_of(arg) for arg in args)
-        self.shape = tuple(shape)
+        self.shape = torch.Size(shape)
         self.local = local
         self.looked_at = looked_at
         self.value: torch.Tensor | None = None

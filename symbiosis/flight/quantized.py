@@ -92,7 +92,7 @@ class Int8:
 class Int4:
     """NF4 of bitsandbytes: two weights a byte.
 
-    It is given rows of one block each: where rows end within a block, 0.50 writes out wrong values on CPUs with AVX-512.
+    It is given rows of one block: where rows end within a block, 0.50 writes out wrong values on CPUs with AVX-512.
     """
 
     packed: torch.Tensor  # [numel / 2, 1], uint8

@@ -214,6 +214,26 @@ def test_adding_in_place_changes_the_tensor_and_nothing_computed_from_it_before(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("late", [False, True])
+def test_a_change_in_place_between_siblings_ends_their_sharing(
+    served: Served, connection: Connection, tokens: Any, late: bool
+) -> None:
+    """k must not get what was fetched for it with q, of the tensor as it was before."""
+    remote: Any = connection.wrap(served.model()).eval()
+    for _ in range(3):
+        remote(tokens())
+    attention, plain = remote.model.layers[0].self_attn, served.base.model.layers[0].self_attn  # type: ignore[union-attr]
+    given, change = torch.randn(1, 3, 48), torch.randn(1, 3, 48 if late else 32)
+    x = attention.o_proj(given)
+
+    attention.q_proj(x)
+    x.add_(attention.o_proj(change) if late else change)
+
+    changed = plain.o_proj(given) + (plain.o_proj(change) if late else change)
+    assert close(attention.k_proj(x), plain.k_proj(changed))
+
+
+@torch.no_grad()
 def test_a_product_that_attention_norms_is_fetched_with_its_siblings(start_server: Any, tokens: Any) -> None:
     """The norm of k is looked at, and so k is: OLMo 2 norms q and k over their whole width."""
     config = transformers.Olmo2Config(**GATED | {"head_dim": 8, "num_key_value_heads": 4})
