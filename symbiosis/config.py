@@ -78,6 +78,12 @@ def _check_fingerprint(value: str | None) -> str | None:
     return digits
 
 
+def _check_prefix(value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"[0-9a-f]{12,64}", value.lower()):
+        raise ValueError("expected 12 to 64 hex digits, as the server prints them after fingerprint=")
+    return value if value is None else value.lower()
+
+
 KEY_PREFIX = "x25519:"
 
 
@@ -221,6 +227,11 @@ class ServerOptions(Options):
     )
     local_files_only: bool = Field(
         default=False, description="Never ask the model hub; HF_HUB_OFFLINE=1 does the same."
+    )
+    expect_fingerprint: Annotated[str | None, AfterValidator(_check_prefix)] = Field(
+        default=None,
+        description="Refuse to start with other weights: the fingerprint printed at an earlier start, or its first 12 "
+        "digits or more.",
     )
     payload: Literal["off", "offer", "require"] = Field(
         default="off",

@@ -40,6 +40,8 @@ def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
             os.fsync(file.fileno())
         part.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):  # half a file would keep a full disk full
+            part.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {error.strerror}; check its folder") from None
 
 

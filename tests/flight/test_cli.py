@@ -83,7 +83,7 @@ def test_every_option_has_a_flag() -> None:
         "soft_cache_bytes": "5MiB",
         "name": "n", "cache_dir": "c", "log_level": "error",
         "tls": "auto", "tls_client_ca": "a", "tls_names": "b.example,c.example",
-        "payload": "offer",
+        "payload": "offer", "expect_fingerprint": "0123456789ab",
         "tokens": "t", "audit_log": "l", "audit_log_bytes": "1MiB", "audit_log_files": "3", "extraction_budget": "9.5",
     }  # fmt: skip
     argv = [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), value)]
