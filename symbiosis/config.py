@@ -447,6 +447,21 @@ class Masking(PrivacyOptions):
         return self
 
 
+class ActivationNoise(PrivacyOptions):
+    """Clip each row that goes to the server and add Gaussian noise that stays (docs/security.md).
+
+    The guarantee is of one row of one call: whoever sees it can tell it from any other row only as well as
+    (epsilon, delta) allows. Rows that depend on the same token compose.
+    """
+
+    epsilon: float = Field(gt=0, le=1e6, description="Of one row of one call; above some 10 it promises little.")
+    delta: float = Field(gt=0, lt=1, description="Of one row of one call: 1e-5, or less where more rows are sent.")
+    clip: float = Field(gt=0, le=1e30, description="Largest norm of a row of activations; longer ones are scaled down.")
+    grad_clip: float | None = Field(
+        default=None, gt=0, le=1e30, description="The same for rows of gradients; not set = clip."
+    )
+
+
 def load_client_options(explicit: Mapping[str, object], *, environ: Mapping[str, str] | None = None) -> ClientOptions:
     """The options of a connection: keyword arguments over environment over file over default.
 

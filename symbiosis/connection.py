@@ -12,7 +12,6 @@ import os
 import platform
 import time
 import uuid
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -44,10 +43,8 @@ from symbiosis.flight.protocol import Manifest
 from symbiosis.flight.replicas import Replicas
 from symbiosis.flight.tls import Tls
 from symbiosis.plan import Granularity, Place, Plan
-from symbiosis.privacy.dealer import Pool
-from symbiosis.privacy.masking import GRIDS, WHAT_WEAK_DOES_NOT_STOP, MaskedRemote, check_dealer, refuse_unmaskable
-from symbiosis.privacy.shares import Shares
-from symbiosis.privacy.verify import Verifier
+from symbiosis.privacy.hiding import Hiding, check_options, hide
+from symbiosis.privacy.masking import check_dealer
 from symbiosis.tables import html_table
 from symbiosis.telemetry import EventBus, Recorder, Stats, StepEvent
 
@@ -94,7 +91,8 @@ def connect(
         tls_hostname: the name to expect in the certificate, if it is not the URL's.
         tls_client_cert, tls_client_key: what to show to a server that asks for it (mTLS).
         server_key: seals calls for the server that has this key, whoever is in between; it prints it at start.
-        privacy: a `symbiosis.privacy.Masking`, to hide activations and gradients from the server's host.
+        privacy: a `symbiosis.privacy.Masking` or `ActivationNoise`, to hide activations and gradients from the
+            server's host.
 
     Raises:
         ConfigError: a bad URL or option, or a dealer that is the server itself.
@@ -103,7 +101,7 @@ def connect(
         TlsError: the server is not the one to trust, or one end does not speak TLS.
         ProtocolVersionError: the server speaks another version.
         ModelMismatchError: two of the servers, or the dealer, hold different models.
-        UnsupportedMethodError: a base that cannot be masked.
+        UnsupportedMethodError: a base that cannot be masked, or takes no noise.
     """
     token = SecretStr(token) if isinstance(token, str) else token  # hidden from tracebacks that show locals
     explicit = {
@@ -154,7 +152,7 @@ class Connection:
         instances: the ids of the server processes that answered.
         bus: telemetry of every call; subscribe to follow along.
         plan: what runs where in the model wrapped last, or None.
-        privacy: the masks of this connection, or None; `privacy.stats()` says how they are doing.
+        privacy: the masks or the noise of this connection, or None; `privacy.stats()` says how they are doing.
     """
 
     def __init__(self, replicas: Replicas, options: ClientOptions, privacy: PrivacyOptions | None = None) -> None:
@@ -181,7 +179,7 @@ class Connection:
             self._weight_norms,
         )
         self._dealer: Connection | None = None  # opened by us, so closed by us
-        self.privacy = self._masked(privacy)
+        self.privacy = self._hidden(privacy)
 
     # --- models -----------------------------------------------------------------------------------
 
@@ -216,8 +214,9 @@ class Connection:
             UnsupportedMethodError: an adapter that needs base weights; nothing was changed.
         """
         if self.privacy is not None:
-            refuse_unmaskable(self.privacy.options, self.manifest, model, granularity)
+            self.privacy.check(self.manifest, model, granularity)
             granularity = "linear"
+        allowed = self.options.reveal_adapter
         self.plan = wrapping.wrap(
             model,
             self.manifest,
@@ -227,7 +226,7 @@ class Connection:
             local=local,
             keep_weights=keep_weights,
             verify=verify,
-            reveals=self.options.reveal_adapter or (self.privacy is not None and self.privacy.hides_adapters),
+            reveals=self.privacy.reveals(allowed) if self.privacy is not None else allowed,
         )
         self._fill(base_of(model))
         provenance.tag(model, self.manifest)
@@ -320,7 +319,8 @@ class Connection:
 
     def stats(self) -> Stats:
         """Calls, tokens, bytes and where the time went, since connect. Subtract two to get what lies between."""
-        return dataclasses.replace(self._recorder.stats(), servers=self._replicas.states())
+        said = tuple(self.privacy.stats().rows()) if self.privacy is not None else ()
+        return dataclasses.replace(self._recorder.stats(), servers=self._replicas.states(), privacy=said)
 
     def server_stats(self, *, timeout_s: float | None = None) -> protocol.ServerStats:
         """The server's own counters, over all its clients; waits for `timeout_s`, or as long as `connect` does."""
@@ -401,7 +401,8 @@ class Connection:
         calls = self._recorder.stats().calls
         # A debugger shows also what is still connecting.
         model = self.manifest.model if "manifest" in vars(self) else "?"
-        return f"<Connection {self.url} {state} {model}: {calls:,} calls>"
+        hidden = f", {privacy.label}" if (privacy := vars(self).get("privacy")) is not None else ""
+        return f"<Connection {self.url} {state} {model}: {calls:,} calls{hidden}>"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -409,28 +410,17 @@ class Connection:
             ("model", f"{self.manifest.model} ({self.manifest.architecture}, {self.manifest.kept_as})"),
             ("modules", f"{len(self.manifest.modules)}, {self.manifest.base_bytes / 1e6:,.0f} MB held there"),
             *self.stats().rows(),
-            *(self.privacy.stats().rows() if self.privacy is not None else ()),
         ]
         return html_table(rows)
 
-    def _masked(self, privacy: PrivacyOptions | None) -> MaskedRemote | None:
+    def _hidden(self, privacy: PrivacyOptions | None) -> Hiding | None:
         if privacy is None:
             return None
-        if not isinstance(privacy, Masking):
-            raise ConfigError(f"privacy={privacy!r}; expected symbiosis.privacy.Masking(...)")
-        refuse_unmaskable(privacy, self.manifest)
-        source = self._caller if privacy.dealer is None else self._dealer_of(privacy)._caller
-        verifier = Verifier(source) if privacy.verify else None
-        if privacy.dealer is None:
-            warnings.warn(WHAT_WEAK_DOES_NOT_STOP, UserWarning, stacklevel=4)
-        timeout_s, grid = self.options.request_timeout_s, GRIDS[privacy.precision]
-        pool: Pool | Shares
-        if privacy.mode == "shares":
-            pool = Shares(source, grid, timeout_s)
-        else:
-            pool = Pool(source, grid, privacy.pool_bytes, timeout_s, privacy.when_empty)
-        modules = {info.name: info for info in self.manifest.modules}
-        return MaskedRemote(self._caller, modules, pool, privacy, verifier)
+        check_options(privacy, self.manifest)
+        dealer = self._caller
+        if isinstance(privacy, Masking) and privacy.dealer is not None:
+            dealer = self._dealer_of(privacy)._caller
+        return hide(privacy, self.manifest, self._caller, dealer, self.options.request_timeout_s)
 
     def _dealer_of(self, privacy: Masking) -> Connection:
         dealer: Any = privacy.dealer

@@ -115,7 +115,8 @@ class Stats:
 
     `wall_s` runs from the start of the first call to the end of the last; `local_s` is the part of it
     spent outside calls: adapters, attention, norms, loss, optimizer, data. `tokens` are counted in every call,
-    `model_tokens` once for each pass through the model.
+    `model_tokens` once for each pass through the model. `privacy` is what masks or noise say of themselves, as
+    (label, value), where they are on.
     """
 
     calls: int = 0
@@ -133,17 +134,18 @@ class Stats:
     mean_batch: float = 0.0
     servers: tuple[ServerState, ...] = ()
     model_tokens: int = 0
+    privacy: tuple[tuple[str, str], ...] = ()
 
     def __sub__(self, earlier: Stats) -> Stats:
         """The stats of the time between two snapshots: `after - before`."""
         plain = {
             f.name: getattr(self, f.name) - getattr(earlier, f.name)
             for f in fields(self)
-            if f.name not in ("mean_batch", "servers")
+            if f.name not in ("mean_batch", "servers", "privacy")
         }
         requests = self.mean_batch * self.calls - earlier.mean_batch * earlier.calls
         mean_batch = requests / plain["calls"] if plain["calls"] else 0.0
-        return Stats(**plain, mean_batch=mean_batch, servers=self.servers)
+        return Stats(**plain, mean_batch=mean_batch, servers=self.servers, privacy=self.privacy)
 
     def __add__(self, other: Stats) -> Stats:
         """The sums of both."""
@@ -164,10 +166,12 @@ class Stats:
             *((state.url, str(state)) for state in uncertain),
             ("wall", f"{self.wall_s:.3f} s"),
             *((name, f"{s:.3f} s  {100 * s / self.wall_s if self.wall_s else 0:5.1f}%") for name, s in split),
+            *self.privacy,
         ]
 
     def __str__(self) -> str:
-        return "\n".join(f"{label:<11}{value}" for label, value in self.rows())
+        width = 18 if self.privacy else 11
+        return "\n".join(f"{label:<{width}}{value}" for label, value in self.rows())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # what IPython shows of it

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from symbiosis.config import ClientOptions, Masking, PrivacyOptions, ServerOptions
+from symbiosis.config import ActivationNoise, ClientOptions, Masking, PrivacyOptions, ServerOptions
 from symbiosis.connection import Connection
 from symbiosis.errors import MissingExtraError
 from symbiosis.flight.base_model import BaseModel
@@ -27,12 +27,17 @@ from symbiosis.flight.server import Server
 from symbiosis.privacy import audit
 from symbiosis.privacy.audit import Candidates, Finding, Report
 from symbiosis.privacy.draws import DOUBLE, SINGLE
+from symbiosis.privacy.gaussian import mu_of
 from symbiosis.privacy.traffic import Tap
 
 LAYERS = 2
 RANK = 8
 BARE: dict[str, Any] = {"remember_bytes": 0, "row_budget": 1e9}  # masks alone, without memory of rows that come again
 REPETITIONS = (1, 100, 1000)
+CLIP = 8.0  # the median norm of the first layer's inputs of the demo model
+NOISES = {
+    f"noise, epsilon {epsilon:g}": ActivationNoise(epsilon=epsilon, delta=1e-5, clip=CLIP) for epsilon in (1, 1e5)
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,10 +72,17 @@ def run(model: Any, public: torch.Tensor, private: torch.Tensor) -> Report:
             "dealer, single": Masking(dealer=dealer.url, precision="single", **BARE),
             "shares": Masking(dealer=dealer.url, mode="shares", **BARE),
             "dealer": Masking(dealer=dealer.url, **BARE),
+            **NOISES,
         }
         for name, privacy in settings.items():
-            findings += _audit(name, privacy, server.url, model, candidates, private)
+            known = candidates.clipped(privacy.clip) if isinstance(privacy, ActivationNoise) else candidates
+            findings += _audit(name, privacy, server.url, model, known, private)
     distinct = private.unique()[:40]
+    for name, noise in NOISES.items():
+        sigma, known = 2 * noise.clip / mu_of(noise.epsilon, noise.delta), candidates.clipped(noise.clip)
+        findings += [
+            audit.repetition_of_noise(name, known, distinct, times, sigma) for times in (*REPETITIONS, 100_000)
+        ]
     for name, grid, strength in (("dealer, single", SINGLE, 4.0), ("dealer", DOUBLE, 256.0)):
         for times in REPETITIONS:
             findings.append(audit.repetition(name, candidates, distinct, times, grid, strength))

@@ -1,4 +1,4 @@
-"""Masking, certificates, DP-SGD and the attacks that measure them."""
+"""Masking, noise, certificates, DP-SGD and the attacks that measure them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from symbiosis.config import Masking
+    from symbiosis.config import ActivationNoise, Masking
     from symbiosis.privacy.dp import make_private
 
-__all__ = ["Masking", "make_private"]
+__all__ = ["ActivationNoise", "Masking", "make_private"]
 
 # Looked up on first use: what a server needs of this package must not load what DP-SGD needs.
-_HOME: Final = {"Masking": "symbiosis.config", "make_private": "symbiosis.privacy.dp"}
+_HOME: Final = {
+    "ActivationNoise": "symbiosis.config",
+    "Masking": "symbiosis.config",
+    "make_private": "symbiosis.privacy.dp",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional
 
 from symbiosis.privacy.draws import DOUBLE, SINGLE, Grid, draw, fresh_seed
+from symbiosis.privacy.gaussian import draw_normal
 from symbiosis.privacy.scale import Scale
 from symbiosis.privacy.traffic import Exchange
 from symbiosis.tables import html_table
@@ -92,8 +93,14 @@ class Candidates:
     def __init__(self, rows: torch.Tensor, text: torch.Tensor) -> None:
         self.rows = rows.float()
         self._half_squares = self.rows.square().sum(1) / 2
+        self._text = text
         counts = torch.bincount(text.flatten(), minlength=len(rows)).float() + 0.1
         self._prior = (counts / counts.sum()).log()
+
+    def clipped(self, norm: float) -> Candidates:
+        """The same, as they are sent where rows are clipped to a norm."""
+        sizes = self.rows.norm(dim=1, keepdim=True)
+        return Candidates(self.rows * (norm / sizes.clamp_min(norm)), self._text)
 
     def identify(self, seen: torch.Tensor, sigma: float) -> torch.Tensor:
         """The likeliest token of each row [N, d] of a token's row plus noise of deviation sigma: [N]."""
@@ -159,6 +166,15 @@ def repetition(
         whole = (rows[token] / of_row).round()
         means.append((whole + draw(fresh_seed(), times, len(whole), grid).double().mean(0)) * of_row)
     return identify_tokens(setting, torch.stack(means), tokens, candidates, f"repetition x{times:,}")
+
+
+def repetition_of_noise(
+    setting: str, candidates: Candidates, tokens: torch.Tensor, times: int, sigma: float
+) -> Finding:
+    """The same for noise that stays; candidates are clipped already."""
+    rows = candidates.rows[tokens].double()
+    means = rows + sigma / math.sqrt(times) * draw_normal(*rows.shape)  # as the mean of so many draws
+    return identify_tokens(setting, means, tokens, candidates, f"repetition x{times:,}")
 
 
 def regress_adapter(

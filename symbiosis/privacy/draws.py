@@ -58,7 +58,7 @@ def draw(seed: bytes, rows: int, width: int, grid: Grid) -> torch.Tensor:
     Raises:
         MissingExtraError: the package cryptography is not installed.
     """
-    stream = _keystream(seed)
+    stream = keystream(seed)
     mask = torch.empty(rows, width, dtype=grid.dtype)
     step = max(1, WORDS_AT_ONCE // (TERMS * max(1, width)))
     for start in range(0, rows, step):
@@ -69,7 +69,12 @@ def draw(seed: bytes, rows: int, width: int, grid: Grid) -> torch.Tensor:
     return mask
 
 
-def _keystream(seed: bytes) -> Any:
+def keystream(seed: bytes) -> Any:
+    """The ChaCha20 stream of a seed: `update(zeros)` gives as many bytes of it.
+
+    Raises:
+        MissingExtraError: the package cryptography is not installed.
+    """
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ModuleNotFoundError as error:

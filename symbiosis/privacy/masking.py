@@ -121,9 +121,17 @@ class MaskedRemote:
         return self._inner.weight_norms(module)
 
     @property
-    def hides_adapters(self) -> bool:
+    def label(self) -> str:
+        """For a repr."""
+        return "masked" if self.options.dealer is not None else "masked (weak)"
+
+    def check(self, manifest: Manifest, model: nn.Module, granularity: str) -> None:
+        """As `refuse_unmaskable`."""
+        refuse_unmaskable(self.options, manifest, model, granularity)
+
+    def reveals(self, allowed: bool) -> bool:
         """Whether values of adapters may be sent, as DoRA must: not to a server that can take off the masks."""
-        return self.options.dealer is not None
+        return allowed or self.options.dealer is not None
 
     def stats(self) -> MaskingStats:
         """How the masks are doing, and what was given away."""

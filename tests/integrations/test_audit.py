@@ -1,4 +1,4 @@
-"""The audit: plain traffic gives everything away, weak masks too, dealt masks nothing but lengths."""
+"""The audit: plain traffic, weak masks and little noise give everything away, dealt masks nothing but lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def check(report: Report) -> None:
         assert report.of(setting, "adapter").success >= 0.95, report
     assert report.of("plain", "tokens").success >= 0.95, report
     for attack in ("tokens", "unmask", "adapter"):
-        assert is_luck(report.of("shares", attack)), str(report)
+        for setting in ("shares", "noise, epsilon 1"):
+            assert is_luck(report.of(setting, attack)), str(report)
+    assert report.of("noise, epsilon 100000", "tokens").success >= 0.95, report
+    assert is_luck(report.of("noise, epsilon 1", "repetition x1")), str(report)
     for attack in ("tokens", "unmask", "adapter", "repetition x1", "repetition x100", "repetition x1,000"):
         assert is_luck(report.of("dealer", attack)), str(report)
     # Sizes are hidden by no setting.
@@ -62,5 +65,7 @@ def test_the_audit_of_the_demo_model() -> None:
 
     print(report)
     check(report)
+    # Noise stays, and is averaged away all the same.
+    assert report.of("noise, epsilon 1", "repetition x100,000").success >= 0.5
     # In single precision masks are weak enough for a thousand repetitions, beyond any budget, to show the row.
     assert not report.of("dealer, single", "repetition x1,000").at_chance
