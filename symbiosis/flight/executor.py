@@ -1,4 +1,7 @@
-"""The one thread that touches the device: concatenate, compute, split.
+"""What touches the device, one thread at a time: concatenate, compute, split.
+
+A client that is alone is computed for in the thread that read its request: handing it over, and the result back,
+would take longer than many a product. Where several are about, a thread of its own batches their requests.
 
 One rule: a task fails alone. What a batch cannot compute together is computed task by task, and an
 error goes to the future of the task that caused it. What does not fit in the device's memory is computed in
@@ -45,7 +48,7 @@ class Result:
 
 
 class Executor:
-    """Runs batches of a scheduler on a base model, in a thread of its own.
+    """Runs batches of a scheduler on a base model.
 
     Args:
         base: the model.
@@ -69,28 +72,61 @@ class Executor:
         self._soft_cache = soft_cache or SoftCache(0)
         self._observe = observe or (lambda batch, seconds: None)
         self._busy_since_s: float | None = None
+        self._device = threading.Lock()
+        self._of_thread = threading.local()
         self._thread = threading.Thread(target=self._loop, name="symbiosis-executor", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the thread, which ends once the scheduler is closed and empty; True if it did."""
+        """Wait until all that was accepted is computed, once the scheduler is closed; True if it is."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        left_s = -1.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        finished = self._device.acquire(timeout=left_s)  # another thread may be computing for a client that is alone
+        if finished:
+            self._device.release()
+        return finished
+
+    def submit(self, task: Task) -> None:
+        """Have a task computed: when this returns, or later, its result is set.
+
+        Raises:
+            MessageTooLargeError: it could never be queued.
+            ServerBusyError: the queue is full, or the scheduler is closed.
+        """
+        if not self._device.acquire(blocking=False):
+            self._scheduler.submit(task)
+            return
+        try:
+            if (batch := self._scheduler.submit_or_take(task)) is not None:
+                self._run_here(batch)
+        finally:
+            self._device.release()
 
     def _loop(self) -> None:
-        if self._threads:
+        while self._scheduler.wait():
+            with self._device:
+                if (batch := self._scheduler.next_batch(0)) is not None:
+                    self._run_here(batch)
+
+    def _run_here(self, batch: Batch) -> None:
+        """Run a batch in this thread, which has the device."""
+        if self._threads and not hasattr(self._of_thread, "prepared"):
             # OpenMP and MKL count per thread: what was set in the main thread does not hold here.
             torch.set_num_threads(self._threads)
-        with torch.no_grad():  # not inference_mode: a block's grad_input needs autograd inside
-            while (batch := self._scheduler.next_batch()) is not None:
-                self._busy_since_s = time.perf_counter()
-                try:
-                    self._run(batch)
-                except Exception as error:  # whatever it was: one batch fails, the server goes on
-                    self._give_up(batch, error)
-                self._busy_since_s = None
+            self._of_thread.prepared = True
+        self._busy_since_s = time.perf_counter()
+        try:
+            with torch.no_grad():  # not inference_mode: a block's grad_input needs autograd inside
+                self._run(batch)
+        except Exception as error:  # whatever it was: one batch fails, the server goes on
+            self._give_up(batch, error)
+        finally:
+            self._busy_since_s = None
 
     @property
     def busy_since_s(self) -> float | None:
@@ -133,8 +169,10 @@ class Executor:
     def _compute(self, tasks: list[Task]) -> tuple[list[list[torch.Tensor]], float]:
         """Concatenate by tokens -> one operation -> split: N_1 + N_2 + ... rows; and the seconds that it took."""
         started_s = time.perf_counter()
-        columns = zip(*(task.tensors for task in tasks), strict=True)
-        inputs = [torch.cat(c) if len(c) > 1 else c[0] for c in columns]
+        if len(tasks) == 1:
+            inputs = tasks[0].tensors
+        else:
+            inputs = [torch.cat(column) for column in zip(*(task.tensors for task in tasks), strict=True)]
         key, tokens = tasks[0].key, [task.tokens for task in tasks]
         limit = self._scheduler.slice_tokens(key)
         keep = any(task.keep is not None for task in tasks)
@@ -146,7 +184,7 @@ class Executor:
         outputs = results[: len(key.outputs)] if keep else results
         if keep:
             self._keep(tasks, inputs, results[len(key.outputs) :])
-        parts = zip(*(output.split(tokens) for output in outputs), strict=True)
+        parts = zip(*(output.split(tokens) for output in outputs), strict=True) if len(tasks) > 1 else [outputs]
         return [list(part) for part in parts], time.perf_counter() - started_s - elsewhere_s
 
     def _sliced(self, key: Key, inputs: list[torch.Tensor], limit: int, keep: bool) -> tuple[list[torch.Tensor], float]:

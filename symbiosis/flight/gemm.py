@@ -37,14 +37,22 @@ def forward(x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
     """[N, d_in] @ each [d_out, d_in]ᵀ -> [N, sum d_out], in the dtype of x, which may be wider than the weights'"""
     wide = x.shape[0] > FEW_TOKENS and not multiplies_natively(x.dtype, x.device)
     inputs = x.float() if wide else x
+    if len(weights) == 1:
+        return _times(inputs, weights[0]).to(x.dtype)
     widths = [weight.shape[0] for weight in weights]
     y = inputs.new_empty(x.shape[0], sum(widths))
     for weight, part in zip(weights, y.split(widths, dim=1), strict=True):
-        if isinstance(weight, Packed) and inputs.dtype == weight.dtype:
-            part.copy_(weight.product(inputs))
-        else:
-            torch.mm(inputs, weight.to(inputs.dtype).t(), out=part)
+        _times(inputs, weight, part)
     return y.to(x.dtype)
+
+
+def _times(x: torch.Tensor, weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[N, d_in] @ [d_out, d_in]ᵀ -> [N, d_out]"""
+    if isinstance(weight, Packed) and x.dtype == weight.dtype:
+        y = weight.product(x)
+        return y if out is None else out.copy_(y)
+    transposed = weight.to(x.dtype).t()
+    return torch.mm(x, transposed) if out is None else torch.mm(x, transposed, out=out)
 
 
 def grad_input(grad_output: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
@@ -106,14 +114,18 @@ def _shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 
+def _product(x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
+    tape = _tape.get()
+    return tape.product(x, weights) if tape else _shaped(forward(x.reshape(-1, x.shape[-1]), weights), x)
+
+
 class _Product(torch.autograd.Function):
     """forward and grad_input as one differentiable operation; the weights get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *weights: Weight) -> torch.Tensor:
         ctx.weights = weights
-        tape = _tape.get()
-        return tape.product(x, weights) if tape else _shaped(forward(x.reshape(-1, x.shape[-1]), weights), x)
+        return _product(x, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -134,6 +146,8 @@ class _Unneeded(torch.autograd.Function):
 
 def product(x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
     """As `forward`, and differentiable."""
+    if not torch.is_grad_enabled():
+        return _product(x, weights)  # a Function costs as much as a small product
     return _Product.apply(x, *weights)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -340,12 +340,12 @@ def encode_body(tensors: Sequence[torch.Tensor]) -> pa.RecordBatch:
         return batch_of(buffer_of(tensors[0]))
     if not tensors:
         return batch_of(pa.py_buffer(b""))
-    specs = [spec_of(tensor) for tensor in tensors]
-    offsets, total_bytes = body_offsets(specs)
-    body = torch.zeros(total_bytes, dtype=torch.uint8)
-    for tensor, spec, offset in zip(tensors, specs, offsets, strict=True):
-        view = body[offset : offset + spec.nbytes].view(tensor.dtype).view(tensor.shape)
-        view.copy_(tensor)
+    parts: list[torch.Tensor] = []
+    for tensor in tensors:
+        if parts and (short := -parts[-1].nbytes % ALIGNMENT_BYTES):
+            parts.append(torch.zeros(short, dtype=torch.uint8))
+        parts.append(tensor.detach().reshape(-1).view(torch.uint8))
+    body = torch.cat(parts)
     return batch_of(buffer_of(body))
 
 

@@ -26,6 +26,7 @@ K = TypeVar("K", bound=Hashable)
 MAX_KEYS = 10_000  # more than a model of hundreds of layers has
 HORIZON_CALLS = 256  # how far ahead a client is followed
 SMOOTHING = 0.3  # weight of the newest gap between two calls
+LATELY_S = 1.0  # a client that called within this time may call again at any moment
 FORGET_S = 30.0  # a client unseen for this long is forgotten
 OVERDUE = 2.0  # a client that is this many times later than foreseen is not waited for
 SLACK_S = 0.0003  # jitter that is always allowed for
@@ -75,6 +76,10 @@ class Rendezvous:
         self.max_wait_s = max_wait_s
         self._clients: dict[Hashable, _Client] = {}
         self._alone_s: dict[Hashable, float] = {}  # key -> seconds to compute one request by itself
+
+    def is_alone(self, client: Hashable, now_s: float) -> bool:
+        """Whether no other client has called lately."""
+        return all(now_s - other.seen_s > LATELY_S for name, other in self._clients.items() if name != client)
 
     def arrived(self, client: Hashable, key: Hashable, tokens: int, now_s: float) -> None:
         """A client asks for a key: learn how it got there."""

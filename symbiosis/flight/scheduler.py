@@ -32,8 +32,9 @@ MAX_KEYS = 10_000  # keys hold what clients choose
 _order = itertools.count()
 
 
-class Key(NamedTuple):
-    """What has to be equal for two requests to share a batch."""
+@dataclass(frozen=True)
+class Key:
+    """What has to be equal for two requests to share a batch; hashed once, as it is looked up a dozen times a call."""
 
     op: str
     modules: tuple[str, ...]
@@ -42,6 +43,14 @@ class Key(NamedTuple):
     outputs: tuple[int, ...] = ()
     wrt: tuple[int, ...] = ()
     products: int = 0  # how many of a gradient's tensors are products that were kept
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        values = (self.op, self.modules, self.dtype, self.steps, self.outputs, self.wrt, self.products)
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class CallKey(NamedTuple):
@@ -163,17 +172,28 @@ class Scheduler:
             ServerBusyError: the queue is full, or the scheduler is closed.
         """
         with self._changed:
-            self._admit(task)
-            self._queues.setdefault(task.key, deque()).append(task)
-            self._shares.arrived(task.account, self._waiting)
-            self._waiting[task.account] = self._waiting.get(task.account, 0) + 1
-            self._queued_bytes += task.nbytes
-            self._queued_tokens += task.tokens
-            if task.small:
-                self._small_seen_s = task.enqueued_s
-            task.busy_mark_s = self._busy_s
-            self._rendezvous.arrived(task.client, task.key, task.tokens, task.enqueued_s)
+            self._queue(task)
             self._changed.notify()
+
+    def submit_or_take(self, task: Task) -> Batch | None:
+        """Queue a task, unless nobody else is about whom it could wait for or ride with: then it is a batch already.
+
+        Raises:
+            MessageTooLargeError, ServerBusyError: as `submit`.
+        """
+        with self._changed:
+            alone = not self._queues and self._rendezvous.is_alone(task.client, task.enqueued_s)
+            self._queue(task)
+            if alone:
+                return self._take(task.key)
+            self._changed.notify()
+            return None
+
+    def wait(self) -> bool:
+        """Wait until a task is queued; False once closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queues or self._closed)
+            return bool(self._queues)
 
     def next_batch(self, timeout_s: float | None = None) -> Batch | None:
         """Wait for work and take a batch; None when closed and empty, or after timeout_s."""
@@ -259,6 +279,18 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         return self._queued_tokens
+
+    def _queue(self, task: Task) -> None:
+        self._admit(task)
+        self._queues.setdefault(task.key, deque()).append(task)
+        self._shares.arrived(task.account, self._waiting)
+        self._waiting[task.account] = self._waiting.get(task.account, 0) + 1
+        self._queued_bytes += task.nbytes
+        self._queued_tokens += task.tokens
+        if task.small:
+            self._small_seen_s = task.enqueued_s
+        task.busy_mark_s = self._busy_s
+        self._rendezvous.arrived(task.client, task.key, task.tokens, task.enqueued_s)
 
     def _admit(self, task: Task) -> None:
         if self._closed:

@@ -278,7 +278,7 @@ class Server:
             return Service(
                 location,
                 self.base,
-                self._scheduler,
+                self._executor,
                 actions,
                 limit,
                 self._soft_cache,
@@ -309,7 +309,7 @@ class Server:
 
 
 class _Counters:
-    """What the executor did; written by its thread only."""
+    """What the executor did; written by the thread that computes."""
 
     def __init__(self) -> None:
         self.requests = self.batches = self.tokens = 0

@@ -34,10 +34,10 @@ from symbiosis.errors import (
 from symbiosis.flight import protocol, segment
 from symbiosis.flight.auth import KEY, Authentication, grant_of
 from symbiosis.flight.base_model import BaseModel
-from symbiosis.flight.executor import Result
+from symbiosis.flight.executor import Executor, Result
 from symbiosis.flight.ledger import Ledger, Party
 from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request, TensorSpec, Ticket
-from symbiosis.flight.scheduler import CallKey, Key, Scheduler, Task
+from symbiosis.flight.scheduler import MAX_KEYS, CallKey, Key, Task
 from symbiosis.flight.soft_cache import Kept, SoftCache
 from symbiosis.flight.streams import Stream, Streams
 from symbiosis.privacy.draws import DOUBLE, SINGLE, draw
@@ -53,12 +53,12 @@ EMPTY_BATCH = protocol.batch_of(pa.py_buffer(b""))
 
 
 class Service(fl.FlightServerBase):  # type: ignore[misc]
-    """Flight handlers over a base model and a scheduler.
+    """Flight handlers over a base model and an executor.
 
     Args:
         location: where to listen, `grpc://HOST:PORT`; port 0 takes any free one.
         base: the model, for checks, the manifest and parameters.
-        scheduler: where calls are submitted.
+        executor: where calls are submitted.
         actions: name -> function without arguments that returns the header to answer with.
         max_message_bytes: limit of one message in either direction.
         soft_cache: what the executor kept of earlier calls.
@@ -72,7 +72,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         self,
         location: str,
         base: BaseModel,
-        scheduler: Scheduler,
+        executor: Executor,
         actions: dict[str, Callable[[], Any]],
         max_message_bytes: int,
         soft_cache: SoftCache,
@@ -84,7 +84,9 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         self._base = base
         self._soft_cache = soft_cache
         self._fingerprint = base.served_fingerprint
-        self._scheduler = scheduler
+        self._executor = executor
+        self._keys: dict[Key, Key] = {}
+        self._checked: dict[tuple[Key, tuple[int, ...]], int] = {}  # the width of the reply
         self._actions = actions
         self._max_message_bytes = max_message_bytes
         self.streams = streams or Streams(max_per_client=1 << 30, idle_s=float("inf"), write_s=float("inf"))
@@ -244,7 +246,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         request: Request = protocol.decode_header(chunk.app_metadata, Request)
         task = self._task(request, chunk.data, party, received_s)
         with self._ledger.admit(party, request, task.nbytes) as call:
-            self._scheduler.submit(task)
+            self._executor.submit(task)
             result = _wait(task, request, context)
             body = protocol.encode_body(result.outputs)
             call.bytes_out = body.nbytes
@@ -265,11 +267,12 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         if any(spec.dtype != specs[0].dtype for spec in specs) or any(len(shape) != 2 for shape in shapes):
             raise ProtocolError(f"tensors {specs} of one request must all have one dtype and two dimensions")
         kept = self._kept(request, party.name)
-        self._check_size(specs, self._check(request, [*shapes, *(list(tensor.shape) for tensor in kept.inputs)]))
+        key = self._key(request, specs[0].dtype, len(kept.products))
+        self._check_size(specs, self._width(key, request, [*shapes, *(list(tensor.shape) for tensor in kept.inputs)]))
         tensors = protocol.decode_body(batch, specs) if request.seed is None else self._drawn(request, batch)
         tensors = [*tensors, *kept.inputs, *kept.products]
         return Task(
-            key=self._key(request, specs[0].dtype, len(kept.products)),
+            key=key,
             tokens=shapes[0][0],
             nbytes=sum(tensor.nbytes for tensor in tensors),
             tensors=tensors,
@@ -292,9 +295,13 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         rows, width = request.tensors[0].shape
         return [draw(request.seed, rows, width, grid)]
 
-    @staticmethod
-    def _key(request: Request, dtype: str, products: int) -> Key:
-        return Key(request.op, tuple(request.modules), dtype, request.steps, request.outputs, request.wrt, products)
+    def _key(self, request: Request, dtype: str, products: int) -> Key:
+        """One object for equal keys: dictionaries find it again without comparing all its steps."""
+        modules = tuple(request.modules)
+        key = Key(request.op, modules, dtype, request.steps, request.outputs, request.wrt, products)
+        if len(self._keys) > MAX_KEYS:  # keys hold what clients choose
+            self._keys.clear()
+        return self._keys.setdefault(key, key)
 
     def _kept(self, request: Request, client: str) -> Kept:
         """What was kept of the call whose gradient a request asks for; empty if it does not refer to one."""
@@ -305,10 +312,22 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             raise NeedInputError(f"what call {request.kept} computed is not kept any more; send its inputs again")
         return kept
 
-    def _check(self, request: Request, shapes: list[list[int]]) -> int:
-        """Check a request against the model; the width of its reply."""
+    def _width(self, key: Key, request: Request, shapes: list[list[int]]) -> int:
+        """Check a request against the model; the width of its reply. Loops ask for the same again and again."""
         if request.op != "segment_grad" and (request.wrt or request.kept):
             raise ProtocolError(f"{request.op} asks for no gradients, so takes neither wrt nor kept")
+        alike = all(shape[0] == shapes[0][0] for shape in shapes)  # then only the widths matter
+        asked = (key, tuple(shape[1] for shape in shapes))
+        width = self._checked.get(asked) if alike else None
+        if width is None:
+            width = self._check(request, shapes)
+            if alike:
+                if len(self._checked) > MAX_KEYS:
+                    self._checked.clear()
+                self._checked[asked] = width
+        return width
+
+    def _check(self, request: Request, shapes: list[list[int]]) -> int:
         if request.op == "segment":
             if request.tensors[0].dtype == "F64":
                 raise InvalidInputError("F64 is for linears only")

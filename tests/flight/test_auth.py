@@ -88,8 +88,8 @@ def test_the_tenant_reaches_the_scheduler_and_what_a_client_calls_itself_cannot_
     server: Server, alice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    submit = server._scheduler.submit
-    monkeypatch.setattr(server._scheduler, "submit", lambda task: (seen.append(task), submit(task)))
+    submit = server._executor.submit
+    monkeypatch.setattr(server._executor, "submit", lambda task: (seen.append(task), submit(task)))
     with symbiosis.connect(server.url, token=alice) as one, symbiosis.connect(server.url, token=alice) as two:
         two._channel.open_header = symbiosis.connection.protocol.encode_header(
             symbiosis.connection.protocol.Open(protocol=1, client="bob/notebook")

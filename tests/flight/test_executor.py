@@ -315,6 +315,73 @@ def test_each_batch_is_observed_once(compute: Callable[..., list[Any]]) -> None:
     assert seen[0][2] >= 0
 
 
+def test_a_client_that_is_alone_is_computed_for_in_its_own_thread(base: BaseModel) -> None:
+    """Also with a number of threads that is not this thread's; the executor's own thread is not even started."""
+    executor = Executor(base, Scheduler(), threads=1)
+    ours = [task("forward", (Q,), torch.randn(2, 32), client="a") for _ in range(3)]
+    for one in ours:
+        executor.submit(one)
+        assert one.result.done()
+
+    assert all(torch.equal(one.result.result().outputs[0], direct(base, one)) for one in ours)
+    assert ours[0].result.result().batch_requests == 1
+    assert torch.is_grad_enabled()
+
+
+def test_a_client_that_is_alone_gets_its_error_and_the_server_goes_on(
+    errors_expected: pytest.LogCaptureFixture,
+) -> None:
+    executor = Executor(Fragile(), Scheduler())  # type: ignore[arg-type]
+    bad, good = task("forward", ("m",), rows(13), client="a"), task("forward", ("m",), rows(1), client="a")
+    executor.submit(bad)
+    executor.submit(good)
+
+    assert isinstance(bad.result.exception(0), RemoteComputeError)
+    assert good.result.result(0).batch_requests == 1
+    assert executor.busy_since_s is None
+
+
+def test_two_clients_go_through_the_queue(base: BaseModel) -> None:
+    scheduler = Scheduler()
+    executor = Executor(base, scheduler)
+    first, second, third = (task("forward", (Q,), torch.randn(1, 32), client=name) for name in ("a", "b", "a"))
+    executor.submit(first)
+    executor.submit(second)
+    executor.submit(third)
+
+    assert [one.result.done() for one in (first, second, third)] == [True, False, False]
+    assert scheduler.queued == 2
+    executor.start()
+    assert second.result.result(10).batch_requests == third.result.result(10).batch_requests == 2
+    scheduler.close()
+    assert executor.join(5)
+
+
+def test_join_waits_for_what_is_computed_in_a_clients_thread() -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    class Slow(Fragile):
+        def run(self, op: str, modules: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
+            begun.set()
+            release.wait(10)
+            return tensors[0]
+
+    scheduler = Scheduler()
+    executor = Executor(Slow(), scheduler)  # type: ignore[arg-type]
+    executor.start()
+    one = task("forward", ("m",), rows(1), client="a")
+    client = threading.Thread(target=executor.submit, args=(one,))
+    client.start()
+    assert begun.wait(5)
+    scheduler.close()
+
+    assert not executor.join(0.1)
+    release.set()
+    assert executor.join(5)
+    assert one.result.done()
+    client.join(5)
+
+
 def test_the_executor_ends_when_the_scheduler_is_closed_and_empty(base: BaseModel) -> None:
     scheduler = Scheduler()
     executor = Executor(base, scheduler)

@@ -34,6 +34,39 @@ def taken(scheduler: Scheduler) -> tuple[Task, ...]:
     return () if batch is None else batch.tasks
 
 
+# --- a client that is alone ---------------------------------------------------------------------------------------
+
+
+def test_a_task_is_taken_at_once_where_nobody_else_is_about() -> None:
+    now_s = 100.0
+    scheduler = Scheduler(clock=lambda: now_s)
+    first = task(client="a", enqueued_s=now_s)
+    assert scheduler.submit_or_take(first) == Batch(Q, (first,))
+    assert (scheduler.queued, scheduler.queued_bytes, scheduler.queued_tokens) == (0, 0, 0)
+
+    other = task(client="b", enqueued_s=now_s)
+    assert scheduler.submit_or_take(other) is None  # the first may call again at any moment
+    assert taken(scheduler) == (other,)
+
+    later = task(client="b", enqueued_s=now_s + 2)
+    assert scheduler.submit_or_take(later) == Batch(Q, (later,))  # the first is gone
+
+
+def test_a_task_is_queued_behind_others_of_its_client() -> None:
+    scheduler = Scheduler()
+    first, second = task(client="a"), task(client="a")
+    scheduler.submit(first)
+    assert scheduler.submit_or_take(second) is None
+    assert taken(scheduler) == (first, second)
+
+
+def test_a_closed_scheduler_refuses_a_client_that_is_alone() -> None:
+    scheduler = Scheduler()
+    scheduler.close()
+    with pytest.raises(ServerBusyError, match="draining"):
+        scheduler.submit_or_take(task(client="a"))
+
+
 # --- which tasks make a batch -------------------------------------------------------------------------------------
 
 

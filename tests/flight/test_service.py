@@ -290,7 +290,7 @@ def test_a_defect_of_the_service_is_told_without_details(
         raise ZeroDivisionError("in /srv/secret.py")
 
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
-        broken.setattr(llama_server.base, "check", fail)
+        broken.setattr(llama_server._service, "_task", fail)
         header, _ = call(stream, "forward", [Q], torch.randn(1, 32), call_id=4)
 
     assert (header["code"], header["id"]) == ("REMOTE_COMPUTE", 4)
