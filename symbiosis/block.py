@@ -77,7 +77,7 @@ class RemoteBlock:
         self._module = module
         self._own_forward = type(module).forward
         self._kept: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self._structure = _structure(module)
+        self._structure = _structure(_inside(module))
         if required:
             self._hollow_out(keep)
         self.remember()
@@ -111,20 +111,21 @@ class RemoteBlock:
 
     def reason_against(self) -> str:
         """Why the block cannot be computed whole just now; empty if it can."""
-        for name, module in self._module.named_modules():
+        inside = _inside(self._module)
+        for name, module in inside:
             if name and _has_hooks(module):
                 return f"{name} has hooks"
             if module.training and _drops(module):
                 return f"{name or 'it'} has active dropout"
             if is_wrapper(module):
                 return f"{name} has an adapter"
-        if _structure(self._module) != self._structure:
+        if _structure(inside) != self._structure:
             return "its modules are not those that were there when it was wrapped"
-        return self._changed_parameter()
+        return self._changed_parameter(_held(inside))
 
     def remember(self) -> None:
         """Take the values of the parameters that the client holds (biases) for those of the server."""
-        self._values = Unchanged(self._held())
+        self._values = Unchanged(_held(_inside(self._module)))
 
     def restore(self) -> None:
         """Undo all that was done to the module."""
@@ -132,14 +133,11 @@ class RemoteBlock:
         for module, key, parameter in self._kept:
             module._parameters[key] = parameter
 
-    def _held(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self._module.named_parameters() if not isinstance(p, HollowWeight)]
-
-    def _changed_parameter(self) -> str:
-        for name, parameter in self._held():
+    def _changed_parameter(self, held: list[tuple[str, nn.Parameter]]) -> str:
+        for name, parameter in held:
             if parameter.requires_grad and torch.is_grad_enabled():
                 return f"{name} may be trained here"
-        name = self._values.changed(self._held())
+        name = self._values.changed(held)
         return f"{name} has another value than on the server" if name else ""
 
     def _hollow_out(self, keep: bool) -> None:
@@ -179,8 +177,29 @@ class RemoteExperts(RemoteBlock):
         return next(p.ds_shape[0] for p in self._module.parameters() if isinstance(p, HollowWeight))
 
 
-def _structure(module: nn.Module) -> list[tuple[str, str]]:
-    return [(name, type(child).__name__) for name, child in module.named_modules()]
+def _inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What `named_modules` gives, in another order and ten times as fast: it is asked for every layer and token."""
+    found, seen = [("", module)], {id(module)}
+    for path, parent in found:  # which grows meanwhile
+        for name, child in parent._modules.items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append((f"{path}.{name}" if path else name, child))
+    return found
+
+
+def _held(inside: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that are here."""
+    return [
+        (f"{path}.{key}" if path else key, parameter)
+        for path, module in inside
+        for key, parameter in module._parameters.items()
+        if parameter is not None and not isinstance(parameter, HollowWeight)
+    ]
+
+
+def _structure(inside: list[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
+    return [(name, type(child).__name__) for name, child in inside]
 
 
 def _drops(module: nn.Module) -> bool:

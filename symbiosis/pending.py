@@ -184,7 +184,7 @@ def run(target: Node, linears: Sequence[str] = (), widths: Sequence[int] = ()) -
 
 def fits(node: Node) -> bool:
     """Whether a node can be put off further: segments have a longest length, and a most of inputs."""
-    order = list(dict.fromkeys(_pending(node)))
+    order = _pending(node)
     return len(order) < MAX_STEPS - 2 and len(_inputs(order)) < MAX_OUTPUTS
 
 
@@ -192,7 +192,7 @@ def _segment(
     target: Node, linears: Sequence[str], widths: Sequence[int] = (), *, aside: bool = False
 ) -> tuple[tuple[torch.Tensor, ...], list[Node]]:
     """Make a segment of all that a node waits for, and call it; its results, and the nodes that the first belong to."""
-    order = list(dict.fromkeys(_pending(target)))
+    order = _pending(target)
     sources = _inputs(order)
     inputs = [value_of(source) for source in sources]
     places: dict[int, int] = {id(value): place for place, value in enumerate(inputs)}
@@ -213,12 +213,18 @@ def _segment(
     return Segment.apply(call, *inputs), kept  # type: ignore[no-untyped-call]
 
 
-def _pending(node: Node) -> Iterator[Node]:
+def _pending(node: Node) -> list[Node]:
     """The nodes without a value that a node needs, arguments first, and the node."""
-    for arg in map(_settled, node.args):
-        if isinstance(arg, Node):
-            yield from _pending(arg)
-    yield node
+    found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        for arg in node.args:
+            if isinstance(arg, Node) and arg.value is None and arg not in found:
+                visit(arg)
+        found[node] = None
+
+    visit(node)
+    return list(found)
 
 
 def _inputs(order: Sequence[Node]) -> list[Node | torch.Tensor]:
