@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,7 +18,14 @@ import msgspec
 import pyarrow as pa
 import torch
 
-from symbiosis.errors import MessageTooLargeError, NeedInputError, ProtocolError, UnknownModuleError, from_wire
+from symbiosis.errors import (
+    MessageTooLargeError,
+    NeedInputError,
+    ProtocolError,
+    SymbiosisError,
+    UnknownModuleError,
+    from_wire,
+)
 from symbiosis.flight import protocol
 from symbiosis.flight.channel import Channel, Message
 from symbiosis.flight.protocol import Error, ModuleInfo, Reply, Request, Step, TensorSpec
@@ -245,9 +253,14 @@ class Caller:
         body = protocol.encode_body(inputs)
         sent_s = time.perf_counter()
         tries: list[_Try] = []
-        reply, results = self._replicas.run(
-            lambda channel: self._try(channel, request, body, widths, deadline_s, tries), deadline_s
-        )
+        try:
+            reply, results = self._replicas.run(
+                lambda channel: self._try(channel, request, body, widths, deadline_s, tries), deadline_s
+            )
+        except SymbiosisError as error:
+            _let_go(error)
+            del inputs, body
+            raise
         last = tries[-1]
         if request.seed is None:
             results = [result.to(tensors[0].device) for result in results]
@@ -307,6 +320,13 @@ class Caller:
         if reply.tensors != expected:
             raise ProtocolError(f"reply to {request.op} of {request.modules} is {reply.tensors}, expected {expected}")
         return reply, protocol.decode_body(message.data, reply.tensors)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Whoever keeps an error, as notebooks do, must not keep what was sent: frames of its traceback hold it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _parts(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[tuple[torch.Tensor, ...]]:
