@@ -369,7 +369,7 @@ def run(options: ServerOptions, again: Callable[[], ServerOptions] | None = None
     def on_signal(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
-    base = load_base(options)
+    base = load_base(options, bars=sys.stderr.isatty())
     server = Server(base, _with_tokens(options))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
