@@ -47,6 +47,12 @@ def _top(argv: Sequence[str]) -> int:
     return top.main(argv)
 
 
+def _bench(argv: Sequence[str]) -> int:
+    from symbiosis.integrations import bench
+
+    return bench.main(argv)
+
+
 def _audit(argv: Sequence[str]) -> int:
     from symbiosis.integrations import audit
 
@@ -58,6 +64,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "demo": Verb("two clients fine-tune different adapters on one shared model", _demo),
         "doctor": Verb("examine a server, step by step: doctor URL", _doctor),
         "top": Verb("a server's counters, live, in the terminal", _top),
+        "bench": Verb("latency, bandwidth and tokens a second of a server, from here", _bench),
         "audit": Verb("attack the traffic of each privacy setting, and say what was found", _audit),
     }
 )
