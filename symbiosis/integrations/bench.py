@@ -174,13 +174,13 @@ def _tables(found: dict[str, Any]) -> list[Any]:
     from rich.table import Table
     from rich.text import Text
 
-    latency = Table(title=Text(f"{found['model']} ({found['dtype']}) at {found['url']}"))
-    for name in ("a call of", "p50 ms", "p90 ms", "p99 ms", "worst ms", "queue ms", "compute ms", "network ms"):
-        latency.add_column(name, justify="left" if name == "a call of" else "right")
+    latency = Table(title=Text(f"{found['model']} ({found['dtype']}) at {found['url']}; times in ms"))
+    for name in ("a call of", "p50", "p90", "p99", "worst", "queue", "compute", "network", "MB/s"):
+        latency.add_column(name, justify="left" if name == "a call of" else "right", no_wrap=True)
     keys = ("p50_ms", "p90_ms", "p99_ms", "max_ms", "queue_ms", "compute_ms", "network_ms")
     for row in (found["latency"], *found["bandwidth"]):
-        rate = "" if row is found["latency"] else f", {row['mb_per_s']:,.0f} MB/s"
-        latency.add_row(row["what"] + rate, *(f"{row[key]:.2f}" for key in keys))
+        rate = "" if row is found["latency"] else f"{row['mb_per_s']:,.0f}"
+        latency.add_row(row["what"], *(f"{row[key]:.2f}" for key in keys), rate)
     layers = Table(title=Text(f"a layer: {len(found['layer'])} linears, a call each"))
     for name in ("tokens", "op", "p50 ms", "worst ms", "compute ms", "tokens/s"):
         layers.add_column(name, justify="left" if name == "op" else "right")

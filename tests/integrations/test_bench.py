@@ -43,20 +43,11 @@ def test_json_has_every_number(llama_server: Server, capsys: pytest.CaptureFixtu
     assert 0.9 < found["bandwidth"][0]["bytes"] / (65_536 * (1 + 24 / 32)) < 1.1
 
 
-def test_a_table_shows_the_same(llama_server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+def test_a_table_shows_the_same(llama_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([llama_server.url, "--calls", "5", "--tokens", "16"]) == 0
 
     shown = capsys.readouterr().out
-    for words in (
-        "tiny-llama (F32) at grpc://",
-        "one token",
-        "64 KiB, ",
-        "MB/s",
-        "7 linears",
-        "grad_input",
-        "tokens/s",
-    ):
+    for words in ("tiny-llama (F32) at", "times in ms", "one token", "64 KiB", "7 linears", "grad_input", "tokens/s"):
         assert words in shown
 
 
