@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from symbiosis.connection import Connection
 from symbiosis.errors import ConnectError, ServerBusyError
 from symbiosis.flight import protocol
 from symbiosis.flight.server import Server
+from symbiosis.flight.tokens import TokenFile
 from tests.faults.nursery import tiny_model
 from tests.faults.scenarios import _checked_call
 from tests.faults.servers import ServerProcess
@@ -187,6 +189,40 @@ def test_64_streams_of_mixed_work_at_once_are_all_right(serve: Serve, connect: C
     assert len(results) == 64 * 6
     assert all(results)
     assert sum(conn.stats().retries for conn in shared) == 0
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (0.5, 2.0)])
+def test_tenants_share_a_busy_device_by_their_weights_whatever_their_load(
+    weights: tuple[float, float],
+    tmp_path: Path,
+    tiny_llama: Any,
+    start_server: Callable[..., Server],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second has four times the clients of the first; the device alone is what there is too little of."""
+    file = TokenFile(tmp_path / "tokens.json")
+    tokens = [file.create(name) for name in ("few", "many")]
+    for name, weight in zip(("few", "many"), weights, strict=True):
+        file.set_weight(name, weight)
+    server = start_server(tiny_llama(), tokens=str(file.path), max_batch_tokens=100, max_wait_us=0)
+    run, stop = server.base.run, threading.Event()
+    monkeypatch.setattr(server.base, "run", lambda *given: (time.sleep(0.003), run(*given))[1])
+
+    def work(token: str) -> None:
+        with symbiosis.connect(server.url, token=token) as conn:
+            while not stop.is_set():
+                conn._caller.call("forward", [Q], [torch.ones(100, 32)])
+
+    with ThreadPoolExecutor(20) as pool:
+        for token in (*[tokens[0]] * 4, *[tokens[1]] * 16):
+            pool.submit(work, token)
+        assert eventually(lambda: server.stats().clients == 20)
+        before = {name: server.ledger.account(name).tokens for name in ("few", "many")}
+        assert eventually(lambda: sum(server.ledger.account(name).tokens for name in before) >= 60_000)
+        served = {name: server.ledger.account(name).tokens - before[name] for name in before}
+        stop.set()
+
+    assert served["few"] / sum(served.values()) == pytest.approx(weights[0] / sum(weights), rel=0.1)
 
 
 # --- clients that stop or die ---------------------------------------------------------------------------
