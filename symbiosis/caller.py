@@ -301,7 +301,9 @@ class Caller:
             msgspec.structs.replace(request, deadline_ms=max(1, min(protocol.MAX_DEADLINE_MS, left_ms)))
         )
         this.bytes_out, this.sent_s = len(header), time.perf_counter()
-        message = channel.exchange(header, body, deadline_s)
+        first = request.tensors[0]
+        reply_bytes = protocol.body_offsets([TensorSpec(first.dtype, [first.shape[0], w]) for w in widths])[1]
+        message = channel.exchange(header, body, deadline_s, reply_bytes)
         this.bytes_in, this.received_s = len(message.app_metadata), time.perf_counter()
         return self._decode(message, request, widths)
 

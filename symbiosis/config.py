@@ -189,6 +189,9 @@ class ServerOptions(Options):
     write_timeout_s: float = Field(
         default=60.0, gt=0, description="A connection whose client does not read a reply for this long is closed."
     )
+    same_host: bool = Field(
+        default=True, description="Offer shared memory to clients on this machine, beside the wire."
+    )
     watchdog_s: float = Field(
         default=60.0,
         ge=0,
@@ -330,6 +333,9 @@ class ClientOptions(Options):
         ge=MIN_MESSAGE_BYTES,
         le=MAX_MESSAGE_BYTES,
         description="Largest message to send; not set = as the server says, and never above that.",
+    )
+    same_host: bool = Field(
+        default=True, description="Send calls through shared memory where the server is on this machine and offers it."
     )
     max_streams: int = Field(default=8, ge=1, le=1024, description="Most streams kept open to the server.")
     lm_head: Literal["auto", "local", "remote"] = Field(

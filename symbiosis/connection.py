@@ -41,6 +41,7 @@ from symbiosis.flight.channel import Channel, FlightChannel
 from symbiosis.flight.fingerprint import served_fingerprint
 from symbiosis.flight.protocol import Manifest
 from symbiosis.flight.replicas import Replicas
+from symbiosis.flight.same_host_channel import SameHostChannel, on_this_host
 from symbiosis.flight.tls import Tls
 from symbiosis.plan import Granularity, Place, Plan
 from symbiosis.privacy.hiding import Hiding, check_options, hide
@@ -64,6 +65,7 @@ def connect(
     connect_timeout_s: float | None = None,
     max_message_bytes: int | None = None,
     max_streams: int | None = None,
+    same_host: bool | None = None,
     retry_s: float | None = None,
     keepalive_s: float | None = None,
     lm_head: Place | None = None,
@@ -84,7 +86,7 @@ def connect(
             what SYMBIOSIS_CLIENT_URL says.
         token, token_file: the token that the operator gave you, or the file it is in. What is written in a notebook is
             saved with it: prefer SYMBIOSIS_CLIENT_TOKEN, a file, or `getpass.getpass()`.
-        request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, retry_s, keepalive_s, lm_head,
+        request_timeout_s, connect_timeout_s, max_message_bytes, max_streams, same_host, retry_s, keepalive_s, lm_head,
             reveal_adapter: as in `symbiosis.config.ClientOptions`; what is not given is read from
             SYMBIOSIS_CLIENT_* variables.
         tls_ca, tls_fingerprint: whom to trust: all certificates of a CA (PEM file), or the one with this SHA-256.
@@ -111,6 +113,7 @@ def connect(
         "connect_timeout_s": connect_timeout_s,
         "max_message_bytes": max_message_bytes,
         "max_streams": max_streams,
+        "same_host": same_host,
         "retry_s": retry_s,
         "keepalive_s": keepalive_s,
         "lm_head": lm_head,
@@ -136,11 +139,15 @@ def connect(
         raise
 
 
-def _channel(url: str, options: ClientOptions) -> FlightChannel:
+def _channel(url: str, options: ClientOptions) -> Channel:
     tls = Tls(
         options.tls_ca, options.tls_fingerprint, options.tls_hostname, options.tls_client_cert, options.tls_client_key
     )
-    return FlightChannel(url, options.max_streams, options.keepalive_s, tls, options.secret(), options.server_key)
+    flight = FlightChannel(url, options.max_streams, options.keepalive_s, tls, options.secret(), options.server_key)
+    if not options.same_host or options.server_key or not on_this_host(flight.url):
+        return flight
+    limit = options.max_message_bytes or protocol.MAX_MESSAGE_BYTES
+    return SameHostChannel(flight, limit, options.max_streams, options.keepalive_s)
 
 
 class Connection:
@@ -432,6 +439,7 @@ class Connection:
                 connect_timeout_s=o.connect_timeout_s,
                 retry_s=o.retry_s,
                 keepalive_s=o.keepalive_s,
+                same_host=o.same_host,
             )
         try:
             check_dealer(self, dealer)

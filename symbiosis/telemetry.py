@@ -104,6 +104,7 @@ class ServerState:
     failures: int  # failed tries since it answered last
     failed_in_all: int
     last_error: str
+    transport: str = "Flight"  # how calls go there
 
     def __str__(self) -> str:
         return "up" if self.up else f"down, {self.failures} failed tries; {self.last_error}"
@@ -161,6 +162,7 @@ class Stats:
             ("tokens", f"{self.model_tokens:,} through the model, {self.tokens:,} in all calls"),
             ("sent", f"{self.bytes_out / 1e6:,.1f} MB"),
             ("received", f"{self.bytes_in / 1e6:,.1f} MB"),
+            *([("transport", ", ".join(sorted({state.transport for state in self.servers})))] if self.servers else []),
             ("mean batch", f"{self.mean_batch:.2f} requests"),
             *([("retries", f"{self.retries:,}")] if self.retries else []),
             *((state.url, str(state)) for state in uncertain),

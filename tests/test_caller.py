@@ -64,6 +64,7 @@ class FakeChannel:
 
     url = "grpc://fake:1"
     open_header = b""
+    transport = "fake"
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -71,7 +72,7 @@ class FakeChannel:
         self.deadlines: list[float] = []
         self.change: Callable[[dict[str, Any], list[torch.Tensor]], Any] = lambda header, outputs: None
 
-    def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Answer:
+    def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float, reply_bytes: int = 0) -> Answer:
         request: Request = protocol.decode_header(header, Request)
         self.requests.append(request)
         self.sizes.append(batch.nbytes)

@@ -67,8 +67,19 @@ class Channel(Protocol):
     url: str
     open_header: bytes  # what streams are opened with: docs/protocol.md section 3
 
-    def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Message:
-        """Send one message on an open stream and wait for its answer; deadline_s is `time.monotonic()`."""
+    @property
+    def transport(self) -> str:
+        """How calls go, for people."""
+
+    def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float, reply_bytes: int = 0) -> Message:
+        """Send one message on an open stream and wait for its answer.
+
+        Args:
+            header: of the request.
+            batch: its body.
+            deadline_s: a `time.monotonic()` reading.
+            reply_bytes: the most that the body of the answer has.
+        """
 
     def action(self, name: str, body: bytes, timeout_s: float) -> bytes:
         """Run one Flight action."""
@@ -136,7 +147,7 @@ class FlightChannel:
         self._idle: list[_Stream] = []
         self._free = threading.Semaphore(max_streams)
 
-    def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Message:
+    def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float, reply_bytes: int = 0) -> Message:
         while True:
             began_s = time.monotonic()
             stream = self._checkout(deadline_s)
@@ -149,6 +160,10 @@ class FlightChannel:
                 # An idle stream dies with the server or a proxy; that says nothing about a new one.
                 if fresh or self._closed or time.monotonic() - began_s > STALE_S:
                     raise
+
+    @property
+    def transport(self) -> str:
+        return "Flight"
 
     def action(self, name: str, body: bytes, timeout_s: float) -> bytes:
         def run() -> bytes:

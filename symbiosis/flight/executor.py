@@ -109,9 +109,13 @@ class Executor:
 
     def _loop(self) -> None:
         while self._scheduler.wait():
-            with self._device:
-                if (batch := self._scheduler.next_batch(0)) is not None:
-                    self._run_here(batch)
+            self._run_next()
+
+    def _run_next(self) -> None:
+        """Run a batch if one is queued; it is let go before the next is waited for."""
+        with self._device:
+            if (batch := self._scheduler.next_batch(0)) is not None:
+                self._run_here(batch)
 
     def _run_here(self, batch: Batch) -> None:
         """Run a batch in this thread, which has the device."""
@@ -229,8 +233,8 @@ class Executor:
         columns = [rows.split(tokens) for rows in (*map(self._load, inputs), *products)]
         for task, rows in zip(tasks, zip(*columns, strict=True), strict=True):
             if task.keep is not None:
-                # Rows of a shared batch would keep all of it alive.
-                own = rows if len(tasks) == 1 else tuple(part.clone() for part in rows)
+                # Rows of a shared batch would keep all of it alive, and borrowed ones change.
+                own = rows if len(tasks) == 1 and not task.borrowed else tuple(part.clone() for part in rows)
                 self._soft_cache.put(task.keep, Kept(_steps(task.key), own[: len(inputs)], own[len(inputs) :]))
 
     def _run_segment_grad(self, key: Key, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

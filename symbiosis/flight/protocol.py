@@ -33,6 +33,7 @@ MAX_DEADLINE_MS = 3_600_000
 CHUNK_BYTES = 4 << 20
 ALIGNMENT_BYTES = 64
 SEED_BYTES = 32
+SAME_HOST_PREFIX = "symbiosis-"  # of the abstract Unix socket of the same-host plane
 
 SCHEMA = pa.schema([("data", pa.uint8())])
 DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -238,6 +239,14 @@ class ServerStats(Header, frozen=True, tag="server_stats"):
     memory_bytes: int
     fingerprint: str = ""
     tenant: TenantStats | None = None  # of who asks; nobody is told about another tenant
+
+
+class SameHost(Header, frozen=True, tag="same_host"):
+    """Where a process on the server's machine finds it, and what lets it in, once (section 11)."""
+
+    address: Annotated[str, Meta(max_length=100)]
+    ticket: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    max_message_bytes: Annotated[int, Meta(ge=1)]
 
 
 class Ticket(Header, frozen=True, tag="ticket"):

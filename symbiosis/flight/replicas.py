@@ -66,6 +66,7 @@ class Replica:
             failures=self.failures,
             failed_in_all=self.failed_in_all,
             last_error=self.last_error,
+            transport=self.channel.transport,
         )
 
     def fail(self, error: SymbiosisError, now_s: float) -> None:

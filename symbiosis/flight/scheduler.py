@@ -66,13 +66,15 @@ class Task:
 
     `deadline_s` is a reading of the scheduler's clock; `client` names one loop of calls, `tenant` whose it is (empty
     where the server asks for no tokens); `keep` is the name under which to keep what is computed on the way, None to
-    keep nothing; `held_s` is how long it waited while the device was free.
+    keep nothing; `borrowed` tensors change once the reply is sent; `held_s` is how long it waited while the device was
+    free.
     """
 
     key: Key
     tokens: int
     nbytes: int
     tensors: list[Any]
+    borrowed: bool = False
     client: str = ""
     tenant: str = ""
     keep: CallKey | None = None

@@ -38,6 +38,8 @@ from symbiosis.flight.caretaker import Caretaker
 from symbiosis.flight.executor import Executor
 from symbiosis.flight.ledger import Ledger
 from symbiosis.flight.probes import Probes
+from symbiosis.flight.same_host import AVAILABLE
+from symbiosis.flight.same_host_service import SameHostPlane
 from symbiosis.flight.scheduler import Batch, Scheduler
 from symbiosis.flight.service import Payload, Service
 from symbiosis.flight.soft_cache import SoftCache
@@ -83,6 +85,7 @@ class Server:
         self.payload = _payload(options)
         self.ledger = _ledger(base, options)
         self._service = self._bind()
+        self._same_host = self._open_same_host()
         self._probes: Probes | None = None
         self._caretaker = Caretaker(self._streams, self._executor, options.watchdog_s)
         self._executor.start()
@@ -124,6 +127,8 @@ class Server:
         finished = self._executor.join(limit_s)
         closing = threading.Thread(target=self._service.shutdown, name="symbiosis-shutdown", daemon=True)
         self._caretaker.close()
+        if self._same_host:
+            self._same_host.close()
         if self._probes:
             self._probes.close()
         closing.start()
@@ -183,6 +188,17 @@ class Server:
             memory_bytes=peak_memory_bytes(),
             fingerprint=self.base.served_fingerprint,
         )
+
+    def _open_same_host(self) -> SameHostPlane | None:
+        """Shared memory for clients on this machine, unless what they send must be sealed."""
+        options = self.options
+        if not options.same_host or not AVAILABLE or options.payload == "require":
+            return None
+        plane = SameHostPlane(
+            self._service.converse_on, options.max_message_bytes, options.idle_timeout_s, options.write_timeout_s
+        )
+        self._service.same_host = plane
+        return plane
 
     def _open_probes(self, host: str, port: int) -> None:
         try:

@@ -6,6 +6,7 @@ end the stream and carry this process's traceback to the client, so none does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -43,6 +44,8 @@ from symbiosis.flight.streams import Stream, Streams
 from symbiosis.privacy.draws import DOUBLE, SINGLE, draw
 
 if TYPE_CHECKING:
+    from symbiosis.flight.same_host_service import SameHostPlane, ServerLink
+    from symbiosis.flight.tokens import Grant
     from symbiosis.privacy.certificates import Identity
     from symbiosis.privacy.payload import ServerKey, Session
 
@@ -93,6 +96,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         self.error_codes: Counter[str] = Counter()
         self._ledger = ledger or Ledger({})
         self._payload = payload
+        self.same_host: SameHostPlane | None = None
         super().__init__(location, **_transport(identity), middleware=self._middleware())
 
     @property
@@ -106,23 +110,34 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         return len(self.streams.per_client())
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        refusal, named = self._open(descriptor)
-        party = Party(grant_of(context), named)
-        client = party.name
-        logger.debug("stream of client %s opened", client)
+        command = bytes(descriptor.command or b"")
+        with self._stream(command, grant_of(context), context.peer()) as (stream, party, refusal):
+            writer.begin(protocol.SCHEMA)
+            session, refused = self._agree(command, writer)
+            if not refused:
+                refusal = refusal or self._unsealed(session is not None)
+                self._converse(context, stream, reader, writer, session, party, refusal)
+
+    def converse_on(self, link: ServerLink, grant: Grant | None, command: bytes) -> None:
+        """Answer all requests of a same-host link, as those of a stream that was opened with this header."""
+        with self._stream(command, grant, "same host") as (stream, party, refusal):
+            self._converse(link, stream, link, link, None, party, refusal or self._unsealed(False))
+
+    @contextlib.contextmanager
+    def _stream(
+        self, command: bytes, grant: Grant | None, peer: str
+    ) -> Iterator[tuple[Stream, Party, SymbiosisError | None]]:
+        """A stream, whose it is, and what all its requests are refused with, for as long as it is open."""
+        refusal, named = self._open(command)
+        party = Party(grant, named)
+        logger.debug("stream of client %s opened", party.name)
         try:
-            with self.streams.opened(client, context.peer()) as stream:
-                refusal = refusal or self._too_many(client)
-                writer.begin(protocol.SCHEMA)
-                command = bytes(descriptor.command or b"")
-                session, refused = self._agree(command, writer)
-                if not refused:
-                    sealed = session is not None
-                    self._converse(context, stream, reader, writer, session, party, refusal or self._unsealed(sealed))
-        except pa.ArrowException:
-            logger.debug("stream of client %s ended", client, exc_info=True)
+            with self.streams.opened(party.name, peer) as stream:
+                yield stream, party, refusal or self._too_many(party.name)
+        except (pa.ArrowException, OSError):
+            logger.debug("stream of client %s ended", party.name, exc_info=True)
         except Exception:
-            logger.exception("stream of client %s failed", client)
+            logger.exception("stream of client %s failed", party.name)
 
     def _converse(
         self,
@@ -175,7 +190,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         grant = grant_of(context)
         self._ledger.note(grant, action.type)
-        yield protocol.encode_header(self._act(action, Party(grant).tenant))
+        yield protocol.encode_header(self._act(action, grant))
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         return [(name, "docs/protocol.md section 6") for name in ("hello", *self._actions)]
@@ -200,10 +215,10 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
 
     # --- one call ---------------------------------------------------------------------------------
 
-    def _open(self, descriptor: Any) -> tuple[SymbiosisError | None, str]:
+    def _open(self, command: bytes) -> tuple[SymbiosisError | None, str]:
         """Check a stream's Open header; the refusal, if any, answers each of its requests."""
         try:
-            header: Open = protocol.decode_header(descriptor.command, Open)
+            header: Open = protocol.decode_header(command, Open)
         except SymbiosisError as error:
             return error, ""
         if header.protocol != protocol.VERSION:
@@ -244,7 +259,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
 
     def _call(self, chunk: Any, party: Party, received_s: float, context: Any) -> Message:
         request: Request = protocol.decode_header(chunk.app_metadata, Request)
-        task = self._task(request, chunk.data, party, received_s)
+        task = self._task(request, chunk.data, party, received_s, getattr(chunk, "borrowed", False))
         with self._ledger.admit(party, request, task.nbytes) as call:
             self._executor.submit(task)
             result = _wait(task, request, context)
@@ -261,7 +276,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         )
         return protocol.encode_header(reply), body
 
-    def _task(self, request: Request, batch: Any, party: Party, received_s: float) -> Task:
+    def _task(self, request: Request, batch: Any, party: Party, received_s: float, borrowed: bool = False) -> Task:
         specs = request.tensors
         shapes = [spec.shape for spec in specs]
         if any(spec.dtype != specs[0].dtype for spec in specs) or any(len(shape) != 2 for shape in shapes):
@@ -272,6 +287,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         tensors = protocol.decode_body(batch, specs) if request.seed is None else self._drawn(request, batch)
         tensors = [*tensors, *kept.inputs, *kept.products]
         return Task(
+            borrowed=borrowed,
             key=key,
             tokens=shapes[0][0],
             nbytes=sum(tensor.nbytes for tensor in tensors),
@@ -372,17 +388,19 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         logger.info("refused a %s without a good token", method)
         self._ledger.note(None, f"refused {method}")
 
-    def _act(self, action: Any, tenant: str) -> protocol.Header:
+    def _act(self, action: Any, grant: Grant | None) -> protocol.Header:
         try:
             if action.type == "hello":
                 hello: Hello = protocol.decode_header(action.body, Hello)
                 if hello.protocol != protocol.VERSION:
                     raise _version_error(hello.protocol)
+            elif action.type == "same_host" and self.same_host is not None:
+                return self.same_host.offer(grant)
             elif action.type not in self._actions:
                 raise ProtocolError(f"unknown action {action.type!r}; known are hello, {', '.join(self._actions)}")
             answer: protocol.Header = self._actions[action.type]()
             if isinstance(answer, protocol.ServerStats):
-                return msgspec.structs.replace(answer, tenant=self._ledger.stats(tenant))
+                return msgspec.structs.replace(answer, tenant=self._ledger.stats(Party(grant).tenant))
             return answer
         except SymbiosisError as error:
             return _error_header(0, error)

@@ -135,7 +135,10 @@ def _shut_down_if(descriptor: int, wanted: tuple[str, int]) -> bool:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            host, port, *_ = connection.getpeername()
+            name = connection.getpeername()
+            if not isinstance(name, tuple):  # a Unix socket: same-host links end by themselves
+                return False
+            host, port, *_ = name
             if (host.removeprefix("::ffff:"), port) == wanted:  # gRPC's sockets serve both families
                 connection.shutdown(socket.SHUT_RDWR)
                 return True

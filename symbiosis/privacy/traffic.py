@@ -62,11 +62,15 @@ class Tap:
     def open_header(self, value: bytes) -> None:
         self._channel.open_header = value
 
-    def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float) -> Message:
+    @property
+    def transport(self) -> str:
+        return self._channel.transport
+
+    def exchange(self, header: bytes, batch: pa.RecordBatch, deadline_s: float, reply_bytes: int = 0) -> Message:
         request: Request = protocol.decode_header(header, Request)
         sent = [t.clone() for t in protocol.decode_body(batch, request.tensors)] if request.seed is None else []
         started_s = time.perf_counter()
-        message = self._channel.exchange(header, batch, deadline_s)
+        message = self._channel.exchange(header, batch, deadline_s, reply_bytes)
         ended_s = time.perf_counter()
         reply = protocol.decode_header(message.app_metadata, protocol.AnyReply)
         got = protocol.decode_body(message.data, reply.tensors) if isinstance(reply, Reply) else []

@@ -145,7 +145,7 @@ def test_a_server_that_was_stopped_for_a_while_answers_late_and_right(serve: Ser
 @pytest.mark.parametrize("how", ["stopped", "cut off"])
 def test_a_silent_server_is_given_up_for_another_before_the_deadline(how: str, serve: Serve, connect: Connect) -> None:
     with Proxy(serve().port) as first, Proxy(serve().port) as second:
-        conn = connect([first.url, second.url], keepalive_s=1)
+        conn = connect([first.url, second.url], keepalive_s=1, same_host=False)
         product(conn)
         used = {proxy.url: proxy for proxy in (first, second)}[conn._replicas.home.url]
         started_s = time.monotonic()
@@ -172,7 +172,7 @@ def test_a_stopped_process_is_given_up_too(serve: Serve, connect: Connect) -> No
 
 def test_a_throttled_path_is_slow_and_right(serve: Serve, connect: Connect) -> None:
     with Proxy(serve().port) as proxy:
-        conn = connect(proxy.url)
+        conn = connect(proxy.url, same_host=False)
         product(conn)
         proxy.bytes_per_s = 200_000.0
 
@@ -183,7 +183,7 @@ def test_flipped_bits_break_calls_and_never_the_server(serve: Serve, connect: Co
     """TCP's checksum, or TLS, is what keeps bits from flipping. Here nothing does, so a value may be wrong."""
     server = serve()
     with Proxy(server.port) as proxy:
-        conn = connect(proxy.url, retry_s=0, request_timeout_s=2)
+        conn = connect(proxy.url, retry_s=0, request_timeout_s=2, same_host=False)
         proxy.flip_chance = 0.3
         errors = []
         for _ in range(40):

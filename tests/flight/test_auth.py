@@ -268,9 +268,10 @@ def test_the_audit_log_says_who_did_what_and_holds_no_data(
         file.revoke("alice")
         with pytest.raises(AuthError):
             call(conn, 3)
-    wait_for(lambda: len(events(tmp_path)) == 3)
+    wait_for(lambda: len(events(tmp_path)) == 4)
 
-    hello, good, refused = events(tmp_path)
+    hello, plane, good, refused = events(tmp_path)
+    assert (plane["op"], plane["tenant"]) == ("same_host", "alice")
     assert (hello["op"], hello["tenant"]) == ("hello", "alice")
     assert good["token"] == alice.split("_")[1]
     for event in (good, refused):

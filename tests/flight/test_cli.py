@@ -88,12 +88,12 @@ def test_every_option_has_a_flag() -> None:
     }  # fmt: skip
     argv = [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), value)]
 
-    options = load_server_options([*argv, "--local-files-only", "--prepack"])
+    options = load_server_options([*argv, "--local-files-only", "--prepack", "--no-same-host"])
 
-    assert set(values) | {"prepack", "local_files_only", "tls_cert", "tls_key", "insecure"} == set(
+    assert set(values) | {"prepack", "same_host", "local_files_only", "tls_cert", "tls_key", "insecure"} == set(
         ServerOptions.model_fields
     )
-    assert options == ServerOptions(**values, local_files_only=True, prepack=True)  # type: ignore[arg-type]
+    assert options == ServerOptions(**values, local_files_only=True, prepack=True, same_host=False)  # type: ignore[arg-type]
 
 
 def test_each_source_wins_over_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from symbiosis.flight.protocol import (
     ParameterInfo,
     Reply,
     Request,
+    SameHost,
     ServerStats,
     Step,
     TensorSpec,
@@ -150,6 +151,11 @@ GOLDEN_HEADERS = [
         "aa706172616d6574657273 06 a474696564 c2 a6686173686573 81 a3463332 a26161 a462696173 81 a3463332 a26262"
         "aa706172616d6574657273 91 83 a46e616d65 a16e a56474797065 a3493634 a57368617065 91 02"
         "a566696c6573 91 a6742e6a736f6e aa626173655f6279746573 18",
+    ),
+    (
+        SameHost(address="symbiosis-a", ticket=bytes(range(32)), max_message_bytes=1024),
+        "84 a474797065 a973616d655f686f7374 a761646472657373 ab73796d62696f7369732d61 a67469636b6574 c420"
+        "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f b16d61785f6d6573736167655f6279746573 cd0400",
     ),
 ]
 
@@ -405,7 +411,9 @@ def test_the_manifest_may_be_longer_than_other_headers() -> None:
     module = ModuleInfo(
         name="m" * 60, kind="linear", d_in=2, d_out=3, parameters=6, tied=False, hashes={"F32": "a" * 64}
     )
-    manifest = msgspec.structs.replace(GOLDEN_HEADERS[-1][0], modules=[module] * 500)
+    manifest = msgspec.structs.replace(
+        next(h for h, _ in GOLDEN_HEADERS if isinstance(h, Manifest)), modules=[module] * 500
+    )
     data = protocol.encode_header(manifest)
     assert len(data) > protocol.MAX_HEADER_BYTES
 

@@ -57,7 +57,9 @@ class FakeChannel:
             raise self.error
         return self.url
 
-    def exchange(self, header: bytes, batch: Any, deadline_s: float) -> Any:
+    transport = "fake"
+
+    def exchange(self, header: bytes, batch: Any, deadline_s: float, reply_bytes: int = 0) -> Any:
         raise NotImplementedError
 
     def action(self, name: str, body: bytes, timeout_s: float) -> bytes:

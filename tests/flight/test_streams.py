@@ -97,7 +97,7 @@ def test_an_idle_client_is_cut_off_and_goes_on_when_it_calls_again(
 ) -> None:
     monkeypatch.setattr(caretaker, "EVERY_S", 0.05)
     server = start_server(tiny_llama(), idle_timeout_s=0.3)
-    with symbiosis.connect(server.url) as conn:
+    with symbiosis.connect(server.url, same_host=False) as conn:
         x = torch.ones(2, 32)
         first = conn._caller.call("forward", [Q], [x])
         assert eventually(lambda: server._streams.cut_off == 1)

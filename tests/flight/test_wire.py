@@ -37,6 +37,12 @@ def _load(name: str) -> Any:
 between = _load("between")
 
 
+@pytest.fixture(autouse=True)
+def over_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is between must not be gone around."""
+    monkeypatch.setenv("SYMBIOSIS_CLIENT_SAME_HOST", "false")
+
+
 @pytest.fixture
 def tap() -> Iterator[Callable[..., Any]]:
     """tap(server, **options) -> a Tap in front of it."""
