@@ -162,7 +162,7 @@ print(f"chance of a record to be in a batch: {1 / len(loader):.3f}")
 print(f"noise: {optimizer.spent().noise_multiplier:.2f} times the clipping norm")
 
 # %% [markdown]
-# The first epoch. Batches differ in size, which is part of the bound; epsilon grows fast at first and slowly later.
+# The first epoch. With `spent=`, the dashboard shows epsilon as well. Batches differ in size, which is part of the bound; epsilon grows fast at first and slowly later.
 
 # %%
 private_losses, epsilons = [], []
@@ -178,7 +178,7 @@ def train_one_epoch():
         spent = optimizer.spent()
         private_losses.append(loss.item())
         epsilons.append(spent.epsilon)
-        conn.track(loss, step=spent.steps, steps=EPOCHS * len(loader))
+        conn.track(loss, step=spent.steps, steps=EPOCHS * len(loader), spent=spent)
         size = len(batch["labels"])
         print(f"{spent.steps:4} {size:8} {loss.item():6.3f} {spent.epsilon:8.2f}")
 

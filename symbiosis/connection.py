@@ -47,10 +47,11 @@ from symbiosis.plan import Granularity, Place, Plan
 from symbiosis.privacy.hiding import Hiding, check_options, hide
 from symbiosis.privacy.masking import check_dealer
 from symbiosis.tables import html_table
-from symbiosis.telemetry import EventBus, Recorder, Stats, StepEvent
+from symbiosis.telemetry import Epsilon, EventBus, Recorder, Stats, StepEvent
 
 if TYPE_CHECKING:
     from symbiosis.notebook.dashboard import Dashboard
+    from symbiosis.privacy.dp import PrivacySpent
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
@@ -350,6 +351,7 @@ class Connection:
         steps: int | None = None,
         learning_rate: float | None = None,
         tokens: int | None = None,
+        spent: PrivacySpent | None = None,
     ) -> None:
         """Tell the dashboard, and whoever else subscribed to `bus`, that a training step has ended.
 
@@ -359,11 +361,13 @@ class Connection:
             steps: how many there will be, which gives the time that is left.
             learning_rate: of this step.
             tokens: in this step's batch.
+            spent: `optimizer.spent()` of `make_private`'s optimizer; stats() and the dashboard show the last one.
         """
         over = steps is not None and self._steps >= steps
         self._steps = step if step is not None else 1 if over else self._steps + 1
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        self.bus.emit(StepEvent(self._steps, value, time.perf_counter(), learning_rate, tokens, steps))
+        epsilon = Epsilon(spent.epsilon, spent.target_epsilon, spent.delta) if spent is not None else None
+        self.bus.emit(StepEvent(self._steps, value, time.perf_counter(), learning_rate, tokens, steps, epsilon))
 
     def health(self) -> protocol.Health:
         """Whether the server computes: it runs a real GEMM before it answers."""

@@ -52,6 +52,18 @@ class CallEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Epsilon:
+    """What a training under DP-SGD has spent of its budget: epsilon at delta."""
+
+    spent: float
+    target: float
+    delta: float
+
+    def __str__(self) -> str:
+        return f"{self.spent:.3f} of {self.target:g}, delta {self.delta:g}"
+
+
+@dataclass(frozen=True, slots=True)
 class StepEvent:
     """One step of a training loop, as `Connection.track` was told of it; what it was not told is None.
 
@@ -64,6 +76,7 @@ class StepEvent:
     learning_rate: float | None = None
     tokens: int | None = None
     steps: int | None = None
+    epsilon: Epsilon | None = None
 
 
 Event = CallEvent | StepEvent
@@ -117,7 +130,7 @@ class Stats:
     `wall_s` runs from the start of the first call to the end of the last; `local_s` is the part of it
     spent outside calls: adapters, attention, norms, loss, optimizer, data. `tokens` are counted in every call,
     `model_tokens` once for each pass through the model. `privacy` is what masks or noise say of themselves, as
-    (label, value), where they are on.
+    (label, value), where they are on; `epsilon` is of the last tracked step that told it.
     """
 
     calls: int = 0
@@ -136,17 +149,18 @@ class Stats:
     servers: tuple[ServerState, ...] = ()
     model_tokens: int = 0
     privacy: tuple[tuple[str, str], ...] = ()
+    epsilon: Epsilon | None = None
 
     def __sub__(self, earlier: Stats) -> Stats:
         """The stats of the time between two snapshots: `after - before`."""
         plain = {
             f.name: getattr(self, f.name) - getattr(earlier, f.name)
             for f in fields(self)
-            if f.name not in ("mean_batch", "servers", "privacy")
+            if f.name not in ("mean_batch", "servers", "privacy", "epsilon")
         }
         requests = self.mean_batch * self.calls - earlier.mean_batch * earlier.calls
         mean_batch = requests / plain["calls"] if plain["calls"] else 0.0
-        return Stats(**plain, mean_batch=mean_batch, servers=self.servers, privacy=self.privacy)
+        return Stats(**plain, mean_batch=mean_batch, servers=self.servers, privacy=self.privacy, epsilon=self.epsilon)
 
     def __add__(self, other: Stats) -> Stats:
         """The sums of both."""
@@ -168,6 +182,7 @@ class Stats:
             *((state.url, str(state)) for state in uncertain),
             ("wall", f"{self.wall_s:.3f} s"),
             *((name, f"{s:.3f} s  {100 * s / self.wall_s if self.wall_s else 0:5.1f}%") for name, s in split),
+            *([("epsilon", str(self.epsilon))] if self.epsilon else []),
             *self.privacy,
         ]
 
@@ -194,12 +209,14 @@ class Recorder:
             self._calls = self._tokens = self._bytes_out = self._bytes_in = self._batch_requests = self._retries = 0
             self._serialise_s = self._network_s = self._queue_s = self._compute_s = self._busy_s = self._retry_s = 0.0
             self._first_s = self._last_s = 0.0
+            self._epsilon: Epsilon | None = None
             self._tokens_by_module: dict[str, int] = {}
             self._latest: deque[tuple[float, float]] = deque(maxlen=64)  # what a call that ends now may overlap
 
     def record(self, event: Event) -> None:
-        """Add a call; other events are none of its business."""
+        """Add a call; of a step, keep what it says of privacy."""
         if not isinstance(event, CallEvent):
+            self._epsilon = event.epsilon or self._epsilon
             return
         with self._lock:
             if not self._calls:
@@ -250,4 +267,5 @@ class Recorder:
                 mean_batch=self._batch_requests / self._calls if self._calls else 0.0,
                 # A token passes each module once: the busiest has seen them all.
                 model_tokens=max(self._tokens_by_module.values(), default=0),
+                epsilon=self._epsilon,
             )

@@ -6,7 +6,7 @@ from xml.dom import minidom
 
 import pytest
 
-from symbiosis.telemetry import CallEvent, EventBus, Recorder, Stats, StepEvent
+from symbiosis.telemetry import CallEvent, Epsilon, EventBus, Recorder, Stats, StepEvent
 
 
 def event(started_s: float = 0.0, ended_s: float = 1.0, **changes: object) -> CallEvent:
@@ -61,6 +61,21 @@ def test_a_recorder_leaves_training_steps_to_others() -> None:
 
 
 # --- events ------------------------------------------------------------------------------------------------------
+
+
+def test_the_epsilon_of_the_last_step_that_told_it_is_kept() -> None:
+    recorder = Recorder()
+    assert recorder.stats().epsilon is None
+    recorder.record(StepEvent(1, 2.0, 1.0, epsilon=Epsilon(1.5, 8.0, 1e-5)))
+    before = recorder.stats()
+    recorder.record(StepEvent(2, 2.0, 2.0, epsilon=Epsilon(2.25, 8.0, 1e-5)))
+    recorder.record(StepEvent(3, 2.0, 3.0))
+
+    between = recorder.stats() - before
+    assert between.epsilon == Epsilon(2.25, 8.0, 1e-5)
+    assert ("epsilon", "2.250 of 8, delta 1e-05") in between.rows()
+    recorder.reset()
+    assert recorder.stats().epsilon is None
 
 
 def test_network_is_what_neither_end_accounts_for() -> None:

@@ -17,6 +17,8 @@ from symbiosis.connection import Connection
 class DashboardCallback(transformers.TrainerCallback):
     """Tells a connection of every logged training step: loss, learning rate, tokens where they are counted.
 
+    With the optimizer of `make_private`, epsilon as well.
+
     How often is the trainer's `logging_steps`.
     """
 
@@ -38,5 +40,12 @@ class DashboardCallback(transformers.TrainerCallback):
             steps=state.max_steps if state.max_steps > 0 else None,
             learning_rate=logs.get("learning_rate"),
             tokens=max(0, seen - self._tokens) or None,
+            spent=_spent(kwargs.get("optimizer")),
         )
         self._tokens = seen
+
+
+def _spent(optimizer: Any) -> Any:
+    """What a private optimizer, which accelerate may have wrapped, has spent; None of others."""
+    spent = getattr(getattr(optimizer, "optimizer", optimizer), "spent", None)
+    return spent() if callable(spent) else None

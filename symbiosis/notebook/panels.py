@@ -61,8 +61,8 @@ class Panel:
 def panels(view: View) -> list[Panel]:
     """In the order in which they are shown; training only once a step was tracked, privacy only where it is on."""
     found = [_throughput(view), _time(view), _memory(view), _server(view)]
-    if view.privacy:
-        found.append(Panel("privacy", [(f"privacy_{n}", *row) for n, row in enumerate(view.privacy)]))
+    if view.privacy or view.stats.epsilon:
+        found.append(_privacy(view))
     return [_training(view), *found] if view.training.last else found
 
 
@@ -204,6 +204,16 @@ def _training(view: View) -> Panel:
     if remaining_s is not None:
         numbers.append(("remaining", "time left", duration(remaining_s)))
     return Panel("training", numbers, line_chart([losses], words, floor=None))
+
+
+def _privacy(view: View) -> Panel:
+    masks = [(f"privacy_{n}", *row) for n, row in enumerate(view.privacy)]
+    spent = view.stats.epsilon
+    if spent is None:
+        return Panel("privacy", masks)
+    points = [(float(event.step), event.epsilon.spent) for event, _ in view.training.steps if event.epsilon]
+    words = f"epsilon over steps, now {spent.spent:.3f} of {spent.target:g}"
+    return Panel("privacy", [("epsilon", "epsilon", str(spent)), *masks], line_chart([points], words))
 
 
 def duration(seconds: float) -> str:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from symbiosis.config import ActivationNoise, Masking
     from symbiosis.privacy.dp import make_private
+    from symbiosis.privacy.refill import fill_masks
 
-__all__ = ["ActivationNoise", "Masking", "make_private"]
+__all__ = ["ActivationNoise", "Masking", "fill_masks", "make_private"]
 
 # Looked up on first use: what a server needs of this package must not load what DP-SGD needs.
 _HOME: Final = {
     "ActivationNoise": "symbiosis.config",
     "Masking": "symbiosis.config",
+    "fill_masks": "symbiosis.privacy.refill",
     "make_private": "symbiosis.privacy.dp",
 }
 

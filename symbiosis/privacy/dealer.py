@@ -95,7 +95,12 @@ class _Shelf:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """How a pool is doing. Rates are rows a second of dealing."""
+    """How a pool is doing. Rates are rows a second of dealing.
+
+    Attributes:
+        wanted_rows: what would be ahead if all that is refilled were full; pool_bytes may allow less.
+        state: whether more is being dealt, or was until the dealer failed.
+    """
 
     rows: int
     nbytes: int
@@ -104,6 +109,8 @@ class PoolStats:
     rows_per_s: float
     waits: int
     waited_s: float
+    wanted_rows: int = 0
+    state: Literal["idle", "dealing", "failed", "closed"] = "idle"
 
 
 class Pool:
@@ -133,7 +140,7 @@ class Pool:
         self._shelves: dict[Key, _Shelf] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._paused = self._closed = False
+        self._paused = self._closed = self._busy = False
         self._takes = self._nbytes = self._dealt = self._taken = self._waits = 0
         self._waited_s = self._dealing_s = 0.0
 
@@ -160,7 +167,10 @@ class Pool:
         with self._changed:
             rate = self._dealt / self._dealing_s if self._dealing_s else 0.0
             rows = sum(shelf.rows for shelf in self._shelves.values())
-            return PoolStats(rows, self._nbytes, self._dealt, self._taken, rate, self._waits, self._waited_s)
+            wanted = sum(shelf.target for shelf in self._shelves.values() if shelf.uses > 1)
+            return PoolStats(
+                rows, self._nbytes, self._dealt, self._taken, rate, self._waits, self._waited_s, wanted, self._state()
+            )
 
     def close(self) -> None:
         """Stop dealing; the masks are thrown away."""
@@ -169,6 +179,11 @@ class Pool:
             self._shelves.clear()
             self._changed.notify_all()
 
+    def _state(self) -> Literal["idle", "dealing", "failed", "closed"]:
+        if self._closed:
+            return "closed"
+        return "failed" if self._paused else "dealing" if self._busy else "idle"
+
     # --- taking -----------------------------------------------------------------------------------
 
     def _use(self, shelf: _Shelf, rows: int) -> None:
@@ -176,7 +191,7 @@ class Pool:
         shelf.uses += 1
         shelf.last_use = self._takes
         shelf.target = max(FEWEST_ROWS, 2 * rows)
-        self._paused = False
+        self._paused, self._busy = False, True  # until the thread has looked
         if self._thread is None:
             self._thread = threading.Thread(target=self._deal, name="symbiosis-masks", daemon=True)
             self._thread.start()
@@ -216,6 +231,7 @@ class Pool:
         while True:
             with self._changed:
                 while (job := self._next()) is None and not self._closed:
+                    self._busy = False
                     self._changed.wait()
             if job is None:
                 return

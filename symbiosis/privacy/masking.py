@@ -214,7 +214,7 @@ class MaskingStats:
         """(label, value) pairs, formatted for people."""
         pool = self.pool
         return [
-            ("masks ahead", f"{pool.rows:,} rows, {pool.nbytes / 1e6:,.1f} MB"),
+            ("masks ahead", f"{pool.rows:,} of {pool.wanted_rows:,} rows, {pool.nbytes / 1e6:,.1f} MB"),
             ("dealt", f"{pool.dealt_rows:,} rows, {pool.rows_per_s:,.0f} rows/s"),
             ("used", f"{pool.taken_rows:,} rows"),
             ("waits", f"{pool.waits:,}, {pool.waited_s:.3f} s"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+import symbiosis
 from symbiosis.errors import ConfigError
 from symbiosis.integrations.private_trainer import PrivacyCallback
+from symbiosis.integrations.trainer import DashboardCallback
 from symbiosis.privacy.dp import make_private
 from tests.client.conftest import adapt
 
@@ -27,6 +30,12 @@ def parts(tiny_llama: Any, tokens: Any) -> tuple[Any, Any, Any]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     budget = {"target_epsilon": 8.0, "target_delta": 1e-3, "epochs": 2, "accountant": "rdp"}
     return make_private(model, optimizer, DataLoader(data, batch_size=3), **budget, seed=3)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def conn(start_server: Any, tiny_llama: Any) -> Iterator[symbiosis.Connection]:
+    with symbiosis.connect(start_server(tiny_llama()).url) as connection:
+        yield connection
 
 
 def trainer_of(parts: tuple[Any, Any, Any], folder: Path, **options: Any) -> Trainer:
@@ -67,3 +76,16 @@ def test_what_would_break_the_accounting_is_refused(parts: Any, tmp_path: Path) 
     with pytest.raises(ConfigError, match="does not use the optimizer"):
         trainer.train()
     assert optimizer.spent().steps == 0
+
+
+def test_the_dashboard_s_callback_tells_epsilon_too(parts: Any, tmp_path: Path, conn: Any) -> None:
+    _, optimizer, loader = parts
+    trainer = trainer_of(parts, tmp_path)
+    trainer.add_callback(DashboardCallback(conn))
+    PrivacyCallback.attach(trainer, optimizer, loader)
+
+    trainer.train()
+
+    told = conn.stats().epsilon
+    assert (told.spent, told.target) == (optimizer.spent().epsilon, 8.0)
+    assert f"epsilon {told.spent:.3f} of 8, delta 0.001" in str(conn.dashboard())

@@ -22,6 +22,7 @@ from symbiosis.flight.protocol import ServerStats
 from symbiosis.notebook import dashboard as module
 from symbiosis.notebook.dashboard import Dashboard
 from symbiosis.notebook.panels import View, duration, to_html, to_text
+from symbiosis.privacy.dp import PrivacySpent
 from symbiosis.telemetry import CallEvent, Stats, StepEvent
 from symbiosis.timeline import Timeline, Training
 from tests.notebook.conftest import Notebook
@@ -157,6 +158,18 @@ def test_privacy_is_shown_where_it_is_on(url: str, start_server: Any, tiny_llama
         assert masked.privacy is not None
         shown = shown_numbers(to_html(masked.dashboard().view()))
         assert shown["privacy_0"] == masked.privacy.stats().rows()[0][1]
+
+
+def test_epsilon_is_drawn_as_it_grows(conn: Connection) -> None:
+    board = conn.dashboard()
+    for steps in (1, 2):
+        conn.track(2.0, spent=PrivacySpent(1.5 * steps, 8.0, 1e-5, steps, 0.7))
+
+    html = to_html(board.view())
+    assert shown_numbers(html)["epsilon"] == "3.000 of 8, delta 1e-05"
+    assert 'aria-label="privacy"' in html
+    assert "epsilon over steps, now 3.000 of 8" in html
+    assert "epsilon" in str(conn.stats())
 
 
 def test_the_share_is_ours_of_all_that_the_server_computed() -> None:
