@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from symbiosis.errors import ConfigError
+from symbiosis.privacy.ghost import GhostOptimizer
 
 if TYPE_CHECKING:
     from opacus.data_loader import DPDataLoader
@@ -48,6 +49,11 @@ class PrivacyCallback(TrainerCallback):
             raise ConfigError(
                 "this Trainer does not use the loader that make_private returned, so its batches are no Poisson "
                 "samples; call PrivacyCallback.attach(trainer, optimizer, loader)"
+            )
+        if isinstance(self._optimizer, GhostOptimizer):
+            raise ConfigError(
+                "Trainer scales the loss and calls backward() in its own way, and the loss of ghost clipping is no "
+                "tensor; use make_private(..., clipping='per_sample'), or a loop of your own"
             )
         inner = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))
         if inner is not self._optimizer:

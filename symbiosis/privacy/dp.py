@@ -18,57 +18,25 @@ has it, would let one record's length rescale the others, and no bound would hol
 from __future__ import annotations
 
 import secrets
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.data_loader import DPDataLoader
 from opacus.grad_sample import GradSampleHooks
-from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from symbiosis.adapters import base_of
 from symbiosis.errors import ConfigError, PrivacyCheckError, UnsupportedMethodError
+from symbiosis.privacy.ghost import GhostOptimizer, ghost_hooks
+from symbiosis.privacy.ledger import CountedOptimizer, Ledger, PrivacySpent, quiet_accountant
 from symbiosis.privacy.record_loss import IGNORED, record_loss, record_losses, use_record_loss
 from symbiosis.privacy.samples import check_parameters, check_samples, refuse_methods
 from symbiosis.remote import RemoteMixin
-from symbiosis.tables import html_table
 
 __all__ = ["PrivacySpent", "PrivateOptimizer", "make_private", "record_loss"]
-
-STATE = "privacy"  # key of what was spent in an optimizer's state
-
-
-@dataclass(frozen=True)
-class PrivacySpent:
-    """What has been spent of a budget: epsilon at delta, after so many steps."""
-
-    epsilon: float
-    target_epsilon: float
-    delta: float
-    steps: int
-    noise_multiplier: float
-
-    def rows(self) -> list[tuple[str, str]]:
-        """(label, value) pairs, formatted for people."""
-        return [
-            ("epsilon", f"{self.epsilon:.3f} of {self.target_epsilon:g}"),
-            ("delta", f"{self.delta:g}"),
-            ("private steps", f"{self.steps:,}"),
-            ("noise", f"{self.noise_multiplier:.3f} x max_grad_norm"),
-        ]
-
-    def __str__(self) -> str:
-        return "\n".join(f"{label:<15}{value}" for label, value in self.rows())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.rows())
 
 
 def make_private(
@@ -81,8 +49,9 @@ def make_private(
     epochs: int,
     max_grad_norm: float = 1.0,
     accountant: Literal["prv", "rdp"] = "prv",
+    clipping: Literal["per_sample", "ghost"] = "per_sample",
     seed: int | None = None,
-) -> tuple[Any, PrivateOptimizer, DPDataLoader]:
+) -> tuple[Any, PrivateOptimizer | GhostOptimizer, DPDataLoader]:
     """Make training differentially private: each record of the data is one unit of privacy.
 
     Args:
@@ -93,6 +62,8 @@ def make_private(
         epochs: passes that are planned.
         max_grad_norm: to which each record's gradient is clipped.
         accountant: "prv" is tighter, "rdp" faster.
+        clipping: "ghost" holds no gradients of single records, and takes a second backward pass; LoRA on linears only,
+            and the loss that the model returns, whose backward() clips.
         seed: for tests. Whoever knows it can take the noise off again.
 
     Returns:
@@ -107,11 +78,11 @@ def make_private(
     _check_budget(target_epsilon, target_delta, epochs, max_grad_norm, loader)
     refuse_methods(model)
     check_parameters(model, optimizer)
-    use_record_loss(base_of(model))
-    hooks = _add_hooks(model)
+    if clipping not in ("per_sample", "ghost"):
+        raise ConfigError(f"clipping={clipping!r}; expected 'per_sample' or 'ghost'")
     private_loader = _poisson(loader, _generator("cpu", seed))
     sample_rate = 1 / len(loader)
-    with _quiet_accountant():
+    with quiet_accountant():
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -120,57 +91,24 @@ def make_private(
             accountant=accountant,
         )
     device = next(p for p in model.parameters() if p.requires_grad).device
-    private_optimizer = PrivateOptimizer(
-        optimizer,
-        model,
-        hooks,
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=max_grad_norm,
-        expected_batch_size=max(1, int(len(loader.dataset) * sample_rate)),  # type: ignore[arg-type]
-        generator=_generator(device, seed),
-        ledger=Ledger(accountant, noise_multiplier, sample_rate, target_epsilon, target_delta),
-    )
+    options: dict[str, Any] = {
+        "noise_multiplier": noise_multiplier,
+        "max_grad_norm": max_grad_norm,
+        "expected_batch_size": max(1, int(len(loader.dataset) * sample_rate)),  # type: ignore[arg-type]
+        "generator": _generator(device, seed),
+        "ledger": Ledger(accountant, noise_multiplier, sample_rate, target_epsilon, target_delta),
+    }
+    base = base_of(model)
+    private_optimizer: PrivateOptimizer | GhostOptimizer
+    if clipping == "ghost":
+        private_optimizer = GhostOptimizer(optimizer, model, base, ghost_hooks(model, max_grad_norm), **options)
+    else:
+        use_record_loss(base)
+        private_optimizer = PrivateOptimizer(optimizer, model, _add_hooks(model), **options)
     return model, private_optimizer, private_loader
 
 
-class Ledger:
-    """Counts private steps and says what they add up to."""
-
-    def __init__(
-        self, mechanism: str, noise_multiplier: float, sample_rate: float, target_epsilon: float, delta: float
-    ) -> None:
-        self.accountant = create_accountant(mechanism)
-        self.noise_multiplier = noise_multiplier
-        self.sample_rate = sample_rate
-        self.target_epsilon = target_epsilon
-        self.delta = delta
-
-    @property
-    def steps(self) -> int:
-        return sum(count for _, _, count in self.accountant.history)
-
-    def spent(self) -> PrivacySpent:
-        with _quiet_accountant():
-            epsilon = float(self.accountant.get_epsilon(self.delta)) if self.steps else 0.0
-        return PrivacySpent(epsilon, self.target_epsilon, self.delta, self.steps, self.noise_multiplier)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "mechanism": self.accountant.mechanism(),
-            "history": [list(entry) for entry in self.accountant.history],
-            "delta": self.delta,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["mechanism"] != self.accountant.mechanism():
-            raise ConfigError(
-                f"this training was counted by the accountant {state['mechanism']!r}; make_private was called with "
-                f"{self.accountant.mechanism()!r}"
-            )
-        self.accountant.history = [tuple(entry) for entry in state["history"]]
-
-
-class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]
+class PrivateOptimizer(CountedOptimizer):
     """An optimizer that checks per-sample gradients, clips them and adds noise. `make_private` makes one."""
 
     def __init__(
@@ -206,28 +144,6 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]
         for parameter in self.params:  # whoever trains may clear only .grad, as transformers' Trainer does
             parameter.grad_sample = parameter.summed_grad = None
         return None
-
-    def spent(self) -> PrivacySpent:
-        """What has been spent of the budget so far."""
-        return self.ledger.spent()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own state, and what was spent."""
-        return {**super().state_dict(), STATE: self.ledger.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state.
-
-        Raises:
-            ConfigError: it does not say what was spent.
-        """
-        if STATE not in state_dict:
-            raise ConfigError(
-                "this optimizer state does not say what was spent of the privacy budget, so going on from it could "
-                "not be counted; save with the optimizer that make_private returned"
-            )
-        self.ledger.load_state_dict(state_dict[STATE])
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
 
     def detach(self) -> None:
         """Take the hooks off the model, and give it its own loss back; then train on without privacy, if at all."""
@@ -306,14 +222,6 @@ def _blank(name: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise ConfigError(f"{name} of a batch is a {type(value).__name__}; expected a tensor")
     return torch.full_like(value, {"labels": IGNORED, "attention_mask": 1}.get(name, 0))
-
-
-@contextmanager
-def _quiet_accountant() -> Iterator[None]:
-    """Without the remark that a bound, which holds, could be tighter: it is made while noise levels are tried out."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Optimal order is", UserWarning)
-        yield
 
 
 def _generator(device: Any, seed: int | None) -> torch.Generator:

@@ -24,12 +24,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:Use
 
 @pytest.fixture
 def parts(tiny_llama: Any, tokens: Any) -> tuple[Any, Any, Any]:
+    return parts_of(tiny_llama, tokens)
+
+
+def parts_of(tiny_llama: Any, tokens: Any, **options: Any) -> tuple[Any, Any, Any]:
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = adapt(tiny_llama(), config).train()
     data = [{"input_ids": ids, "labels": ids} for ids in tokens(batch=12)]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     budget = {"target_epsilon": 8.0, "target_delta": 1e-3, "epochs": 2, "accountant": "rdp"}
-    return make_private(model, optimizer, DataLoader(data, batch_size=3), **budget, seed=3)  # type: ignore[arg-type]
+    return make_private(model, optimizer, DataLoader(data, batch_size=3), **budget, seed=3, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -76,6 +80,15 @@ def test_what_would_break_the_accounting_is_refused(parts: Any, tmp_path: Path) 
     with pytest.raises(ConfigError, match="does not use the optimizer"):
         trainer.train()
     assert optimizer.spent().steps == 0
+
+
+def test_ghost_clipping_is_refused(tiny_llama: Any, tokens: Any, tmp_path: Path) -> None:
+    ghost = parts_of(tiny_llama, tokens, clipping="ghost")
+    trainer = trainer_of(ghost, tmp_path)
+    PrivacyCallback.attach(trainer, ghost[1], ghost[2])
+
+    with pytest.raises(ConfigError, match="the loss of ghost clipping is no tensor"):
+        trainer.train()
 
 
 def test_the_dashboard_s_callback_tells_epsilon_too(parts: Any, tmp_path: Path, conn: Any) -> None:
