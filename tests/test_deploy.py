@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from symbiosis.config import ServerOptions
+from symbiosis.config import ServerOptions, load_client_options
 from symbiosis.flight import metrics
 from symbiosis.flight.cli import parse_arguments
 from symbiosis.flight.metrics import HELP, Metrics, Snapshot
@@ -54,6 +54,16 @@ def test_kubernetes_probes_ask_for_paths_and_ports_that_exist() -> None:
     assert grace_s > float(environment["SYMBIOSIS_DRAIN_TIMEOUT_S"])
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"] == budget["spec"]["selector"]["matchLabels"] == labels
+
+
+def test_a_hub_s_profile_is_a_file_that_clients_read() -> None:
+    options = load_client_options({}, environ={"SYMBIOSIS_CLIENT_CONFIG": str(DEPLOY / "jupyterhub" / "client.toml")})
+
+    assert options.url is not None
+    assert options.url.startswith("grpc+tls://")
+    assert str(options.tls_ca) == "/etc/symbiosis/ca.pem"
+    assert str(options.token_file) == "/run/secrets/symbiosis-token"
+    assert options.token is None
 
 
 def test_compose_starts_the_server_with_words_that_it_takes() -> None:
