@@ -20,6 +20,7 @@ import torch
 
 from symbiosis.errors import (
     MessageTooLargeError,
+    ModelMismatchError,
     NeedInputError,
     ProtocolError,
     SymbiosisError,
@@ -74,6 +75,7 @@ class Caller:
         self._bus = bus
         self._max_message_bytes = max_message_bytes
         self._timeout_s = timeout_s
+        self._exponents: dict[str, int] = {}
         self._ids = itertools.count(1 + secrets.randbits(62))  # the server may keep things by id: nobody guesses them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Caller:
@@ -148,7 +150,11 @@ class Caller:
         """
         widths, _, limit = self._plan_segment(steps, outputs, tensors)
         given = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
-        common = {"steps": tuple(steps), "outputs": tuple(output for output, _ in given), "wrt": tuple(wrt)}
+        common: dict[str, Any] = {
+            "steps": tuple(steps),
+            "outputs": tuple(output for output, _ in given),
+            "wrt": tuple(wrt),
+        }
         expected = [widths[place] for place in wrt]
         sent = []
         parts = zip(kept, _parts([grad for _, grad in given], limit), _parts(tensors, limit), strict=True)
@@ -161,13 +167,33 @@ class Caller:
                 sent.append(self._exchange(request, [*part, *inputs], expected))
         return _joined(sent)
 
+    def whole(self, op: str, modules: Sequence[str], x: torch.Tensor) -> torch.Tensor:
+        """As `call`, in the integers modulo 2^64, with integer weights whose scales `exponents` gives.
+
+        Args:
+            x: int64 [N, d].
+
+        Raises:
+            ModelMismatchError: the server's integer weights are others than before.
+        """
+        step = self._tokens_per_message(op, modules, [x])
+        parts = x.split(step) if len(x) else (x,)
+        return torch.cat([self._send(op, modules, [part], ring=True) for part in parts])
+
+    def exponents(self, modules: Sequence[str]) -> list[int]:
+        """Of each linear, the power of two that made its weight whole numbers; asks the server once."""
+        for name in modules:
+            if name not in self._exponents:  # a call without rows tells
+                self.whole("forward", [name], torch.empty(0, self._info(name).d_in, dtype=torch.int64))
+        return [self._exponents[name] for name in modules]
+
     def effect(self, op: str, modules: Sequence[str], seed: bytes, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """What an operation gives for the mask [rows, d] that the server draws from a seed; [rows, d'].
 
         Raises:
             MessageTooLargeError: more rows than `rows_at_once` allows.
         """
-        return self._send(op, modules, [self._mask(op, modules, rows, dtype)], seed)
+        return self._send(op, modules, [self._mask(op, modules, rows, dtype)], seed, ring=dtype == torch.int64)
 
     def rows_at_once(self, op: str, modules: Sequence[str], dtype: torch.dtype) -> int:
         """How many rows of a mask and of its effect fit in a message."""
@@ -227,19 +253,26 @@ class Caller:
         return info
 
     def _send(
-        self, op: str, modules: Sequence[str], tensors: Sequence[torch.Tensor], seed: bytes | None = None
+        self,
+        op: str,
+        modules: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        seed: bytes | None = None,
+        ring: bool = False,
     ) -> torch.Tensor:
         infos = [self._info(name) for name in modules]
         width = infos[0].d_in if op == "grad_input" else sum(info.d_out for info in infos)
-        request = self._request(op, tensors, modules=list(modules), seed=seed)
+        request = self._request(op, tensors, modules=list(modules), seed=seed, ring=ring)
         return self._exchange(request, tensors, [width])[0]
 
-    def _request(self, op: Any, tensors: Sequence[torch.Tensor], *, modules: Any = (), **more: Any) -> Request:
+    def _request(
+        self, op: Any, tensors: Sequence[torch.Tensor], *, modules: Any = (), ring: bool = False, **more: Any
+    ) -> Request:
         return Request(
             id=next(self._ids),
             op=op,
             modules=list(modules),
-            tensors=[protocol.spec_of(tensor) for tensor in tensors],
+            tensors=[TensorSpec("Z64", list(x.shape)) if ring else protocol.spec_of(x) for x in tensors],
             deadline_ms=1,  # each try has its own
             **more,
         )
@@ -321,7 +354,20 @@ class Caller:
         expected = [TensorSpec(first.dtype, [first.shape[0], width]) for width in widths]
         if reply.tensors != expected:
             raise ProtocolError(f"reply to {request.op} of {request.modules} is {reply.tensors}, expected {expected}")
+        if first.dtype == protocol.RING:
+            self._note(request.modules, reply.exponents)
         return reply, protocol.decode_body(message.data, reply.tensors)
+
+    def _note(self, modules: Sequence[str], exponents: Sequence[int]) -> None:
+        """Remember how weights are integers; the results of two kinds cannot be put together."""
+        if len(exponents) != len(modules):
+            raise ProtocolError(f"the reply has {len(exponents)} exponents for {len(modules)} modules in integers")
+        for name, exponent in zip(modules, exponents, strict=True):
+            if self._exponents.setdefault(name, exponent) != exponent:
+                raise ModelMismatchError(
+                    f"{name} was {self._exponents[name]} as a power of two of its integer weights and is {exponent} "
+                    "now: the server holds other weights; connect again"
+                )
 
 
 def _let_go(error: BaseException | None) -> None:

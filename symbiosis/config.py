@@ -388,6 +388,9 @@ class ClientOptions(Options):
         return self
 
 
+STATISTICAL = frozenset({"precision", "strength", "row_budget", "remember_bytes"})  # what masks need that are not exact
+
+
 class PrivacyOptions(Options):
     """Base of what `connect(privacy=...)` takes. Given in the program only: its environment may be somebody else's."""
 
@@ -404,9 +407,10 @@ class Masking(PrivacyOptions):
         default=None,
         description="URL of the second server, or a Connection to it; not set = the same server: weak, for comparison.",
     )
-    mode: Literal["dealer", "shares"] = Field(
+    mode: Literal["dealer", "shares", "exact"] = Field(
         default="dealer",
-        description="dealer = masks are dealt ahead of time; shares = the second server computes along with each call.",
+        description="dealer = masks are dealt ahead of time; shares = the second server computes along with each call; "
+        "exact = as dealer, in whole numbers, whose masks hide rows completely, however often they come again.",
     )
     precision: Literal["double", "single"] = Field(
         default="double",
@@ -442,6 +446,19 @@ class Masking(PrivacyOptions):
         if value is None or isinstance(value, str) or hasattr(value, "manifest"):
             return value
         raise ValueError("expected a URL, such as grpc://HOST:PORT, or what symbiosis.connect returns")
+
+    @model_validator(mode="after")
+    def _check_exact(self) -> Self:
+        if self.mode != "exact":
+            return self
+        if self.dealer is None:
+            raise ValueError("mode='exact' hides rows from each of two servers; give the second one as dealer=URL")
+        if without_use := sorted(self.model_fields_set & STATISTICAL):
+            raise ValueError(
+                f"mode='exact' has no use for {', '.join(without_use)}: its masks are as large as can be, and rows may "
+                "come again as often as they like; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_verify(self) -> Self:

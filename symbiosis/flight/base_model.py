@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from symbiosis.errors import ConfigError, InvalidInputError, UnknownModuleError
-from symbiosis.flight import gemm
+from symbiosis.flight import gemm, ring
 from symbiosis.flight.fingerprint import model_fingerprint, module_hashes, served_fingerprint
 from symbiosis.flight.packed import Packed, check_can_pack
 from symbiosis.flight.protocol import FILE_SUFFIXES, STORED_TAGS, TAGS, ModuleInfo, ParameterInfo
@@ -107,6 +107,7 @@ class BaseModel:
                 check_can_pack(whole.dtype, device or whole.device)
             held = self._keep_as(Packed.of, "prepack", frozen, device)
         self.parameters = dict(_find_parameters(frozen, self))
+        self._exponents: dict[str, int] = {}
         self._weight_norms: dict[str, torch.Tensor] = {}  # filled when first asked for
         weight = next(iter(self.linears.values())).weight if self.linears else next(frozen.parameters())
         self.dtype, self.device = weight.dtype, weight.device
@@ -237,7 +238,29 @@ class BaseModel:
         if isinstance(first, Block):
             return first.forward(*tensors) if op == "forward" else first.grad_input(*tensors)
         weights = [self.linears[name].weight for name in modules]
+        if tensors[0].dtype == torch.int64:
+            product = ring.forward if op == "forward" else ring.grad_input
+            return product(tensors[0], weights, self.exponents(modules))
         return gemm.forward(tensors[0], weights) if op == "forward" else gemm.grad_input(tensors[0], weights)
+
+    def exponents(self, modules: Sequence[str]) -> list[int]:
+        """Of each linear, the power of two that makes its weight whole numbers (see ring.py); checked when first asked.
+
+        Raises:
+            InvalidInputError: a base that is quantised, a weight without an integer form.
+            RemoteComputeError: a device whose double precision is not exact.
+        """
+        if self.quantized:
+            raise InvalidInputError(
+                f"this base is kept in {self.quantized}, whose values may differ in their last bits between machines; "
+                "integers are for a base that is not quantised"
+            )
+        if not self._exponents:
+            ring.check_device(self.device)
+        for name in modules:
+            if name not in self._exponents:
+                self._exponents[name] = ring.exponent_of(self.linears[name].weight)
+        return [self._exponents[name] for name in modules]
 
     def _module(self, name: str) -> Linear | Block:
         module = self.modules.get(name)

@@ -244,7 +244,7 @@ class Executor:
         return segment.grad(self._base, _steps(key), key.outputs, key.wrt, grads, inputs, products)
 
     def _load(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = torch.float64 if tensor.dtype == torch.float64 else self._base.dtype
+        dtype = tensor.dtype if tensor.dtype in (torch.float64, torch.int64) else self._base.dtype
         return tensor.to(device=self._base.device, dtype=dtype)
 
     @staticmethod

@@ -39,8 +39,10 @@ SCHEMA = pa.schema([("data", pa.uint8())])
 DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in DTYPES.items()}
 # Calls of linears may also be in double precision, as masks ask for (section 9).
-CALL_DTYPES: dict[str, torch.dtype] = {**DTYPES, "F64": torch.float64}
-CALL_TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in CALL_DTYPES.items()}
+CALL_TAGS: dict[torch.dtype, str] = {**TAGS, torch.float64: "F64"}
+# Or in the integers modulo 2^64 (section 9). No tensor of a model is of those, so none is sent as such unless asked.
+RING = "Z64"
+CALL_DTYPES: dict[str, torch.dtype] = {**DTYPES, "F64": torch.float64, RING: torch.int64}
 # Parameters and buffers of a model may also be integers or wider floats; calls never are.
 STORED_DTYPES: dict[str, torch.dtype] = {
     **DTYPES,
@@ -70,7 +72,7 @@ class Header(Struct, frozen=True, tag_field="type", tag=str.lower, forbid_unknow
 class TensorSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Dtype tag and shape of one tensor in a body."""
 
-    dtype: Literal["F32", "F16", "BF16", "F64"]
+    dtype: Literal["F32", "F16", "BF16", "F64", "Z64"]
     shape: Shape
 
     @property
@@ -123,7 +125,7 @@ class Request(Header, frozen=True, tag="request"):
 
 
 class Reply(Header, frozen=True, tag="reply"):
-    """The answer to a request, and what the server did for it."""
+    """The answer to a request, and what the server did for it; of Z64, how its modules' weights are integers."""
 
     id: int
     tensors: Tensors
@@ -132,6 +134,7 @@ class Reply(Header, frozen=True, tag="reply"):
     server_us: int = 0
     batch_requests: int = 1
     batch_tokens: int = 0
+    exponents: Annotated[list[int], Meta(max_length=MAX_MODULES_PER_CALL)] = []
 
 
 class Error(Header, frozen=True, tag="error"):

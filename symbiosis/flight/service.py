@@ -41,7 +41,7 @@ from symbiosis.flight.protocol import Chunk, Error, Hello, Open, Reply, Request,
 from symbiosis.flight.scheduler import MAX_KEYS, CallKey, Key, Task
 from symbiosis.flight.soft_cache import Kept, SoftCache
 from symbiosis.flight.streams import Stream, Streams
-from symbiosis.privacy.draws import DOUBLE, SINGLE, draw
+from symbiosis.privacy.draws import BY_TAG, draw
 
 if TYPE_CHECKING:
     from symbiosis.flight.same_host_service import SameHostPlane, ServerLink
@@ -267,12 +267,13 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             call.bytes_out = body.nbytes
         reply = Reply(
             id=request.id,
-            tensors=[protocol.spec_of(output) for output in result.outputs],
+            tensors=[TensorSpec(request.tensors[0].dtype, list(output.shape)) for output in result.outputs],
             queue_us=int(result.queue_s * 1e6),
             compute_us=int(result.compute_s * 1e6),
             server_us=int((time.perf_counter() - received_s) * 1e6),
             batch_requests=result.batch_requests,
             batch_tokens=result.batch_tokens,
+            exponents=self._base.exponents(request.modules) if request.tensors[0].dtype == protocol.RING else [],
         )
         return protocol.encode_header(reply), body
 
@@ -302,14 +303,13 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
     def _drawn(self, request: Request, batch: Any) -> list[torch.Tensor]:
         """The mask that a request asks for instead of bringing a tensor (docs/protocol.md section 9)."""
         dtypes = [spec.dtype for spec in request.tensors]
-        if protocol.body_of(batch).size or dtypes not in (["F32"], ["F64"]) or request.steps:
-            raise ProtocolError("a request with a seed has an empty body, one tensor of F32 or F64 and no steps")
+        if protocol.body_of(batch).size or len(dtypes) != 1 or dtypes[0] not in BY_TAG or request.steps:
+            raise ProtocolError("a request with a seed has an empty body, one tensor of F32, F64 or Z64 and no steps")
         if any(name not in self._base.linears for name in request.modules):
             raise InvalidInputError("masks are for linears only")
         assert request.seed is not None
-        grid = SINGLE if dtypes == ["F32"] else DOUBLE
         rows, width = request.tensors[0].shape
-        return [draw(request.seed, rows, width, grid)]
+        return [draw(request.seed, rows, width, BY_TAG[dtypes[0]])]
 
     def _key(self, request: Request, dtype: str, products: int) -> Key:
         """One object for equal keys: dictionaries find it again without comparing all its steps."""
@@ -344,9 +344,9 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
         return width
 
     def _check(self, request: Request, shapes: list[list[int]]) -> int:
+        if request.op in ("segment", "segment_grad"):
+            _check_linears(request, linear=False)
         if request.op == "segment":
-            if request.tensors[0].dtype == "F64":
-                raise InvalidInputError("F64 is for linears only")
             return segment.check(self._base, request.steps, request.outputs, shapes)
         if request.op == "segment_grad":
             given, inputs = shapes[: len(request.outputs)], shapes[len(request.outputs) :]
@@ -355,8 +355,7 @@ class Service(fl.FlightServerBase):  # type: ignore[misc]
             return segment.check_grad(self._base, request.steps, request.outputs, request.wrt, given, inputs)
         if request.steps or request.outputs or not request.modules:
             raise ProtocolError(f"{request.op} takes modules, and neither steps nor outputs")
-        if request.tensors[0].dtype == "F64" and any(name not in self._base.linears for name in request.modules):
-            raise InvalidInputError("F64 is for linears only")
+        _check_linears(request, linear=all(name in self._base.linears for name in request.modules))
         return self._base.check(request.op, request.modules, shapes)[1]
 
     def _check_size(self, specs: list[TensorSpec], width: int) -> None:
@@ -483,6 +482,12 @@ def _wait(task: Task, request: Request, context: Any) -> Result:
             raise DeadlineExceededError(
                 f"call {request.id} was not computed within {request.deadline_ms} ms, or its client went away"
             ) from None
+
+
+def _check_linears(request: Request, linear: bool) -> None:
+    dtype = request.tensors[0].dtype
+    if dtype in ("F64", protocol.RING) and not linear:
+        raise InvalidInputError(f"{dtype} is for linears only")
 
 
 def _not_offered(method: str) -> fl.FlightServerError:

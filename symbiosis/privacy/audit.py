@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from symbiosis.privacy.draws import DOUBLE, SINGLE, Grid, draw, fresh_seed
+from symbiosis.privacy.draws import DOUBLE, RING, SINGLE, Grid, draw, fresh_seed
+from symbiosis.privacy.exact import WHOLE_BITS, in_whole_numbers
 from symbiosis.privacy.gaussian import draw_normal
 from symbiosis.privacy.scale import Scale
 from symbiosis.privacy.traffic import Exchange
@@ -129,8 +130,9 @@ def _noise_of(seen: torch.Tensor, candidates: Candidates) -> float:
 
 
 def sent_to(exchanges: Iterable[Exchange], module: str, op: str = "forward") -> torch.Tensor:
-    """All rows that were sent to a module, in order: [N, d]."""
-    return torch.cat([e.tensors[0] for e in exchanges if e.op == op and module in e.modules and e.tensors])
+    """All rows that were sent to a module, in order: [N, d]; integers as if a row's largest were 1."""
+    sent = torch.cat([e.tensors[0] for e in exchanges if e.op == op and module in e.modules and e.tensors])
+    return sent if sent.is_floating_point() else sent.double() * 2.0**-WHOLE_BITS
 
 
 def unmasked(exchanges: Sequence[Exchange], module: str) -> torch.Tensor:
@@ -177,6 +179,13 @@ def repetition_of_noise(
     return identify_tokens(setting, means, tokens, candidates, f"repetition x{times:,}")
 
 
+def repetition_in_integers(setting: str, candidates: Candidates, tokens: torch.Tensor, times: int) -> Finding:
+    """The same for masks that are uniform modulo 2^64."""
+    rows, _ = in_whole_numbers(candidates.rows[tokens].double())
+    sums = [(row + draw(fresh_seed(), times, len(row), RING)).double().mean(0) * 2.0**-WHOLE_BITS for row in rows]
+    return identify_tokens(setting, torch.stack(sums), tokens, candidates, f"repetition x{times:,}")
+
+
 def regress_adapter(
     setting: str,
     inputs: torch.Tensor,
@@ -209,9 +218,8 @@ def regress_adapter(
 
 def infer_lengths(setting: str, exchanges: Sequence[Exchange], module: str, truth: Sequence[int]) -> Finding:
     """How many sequences' lengths are the numbers of rows sent; no setting hides them."""
-    sizes = [
-        e.request.tensors[0].shape[0] for e in exchanges if e.op == "forward" and module in e.modules and e.tensors
-    ]
+    calls = [e for e in exchanges if e.op == "forward" and module in e.modules and e.tensors]
+    sizes = [rows for e in calls if (rows := e.request.tensors[0].shape[0])]  # without rows: asked for exponents
     hits = sum(size == length for size, length in zip(sizes, truth, strict=False))
     return Finding(setting, "lengths", hits / len(truth), 0.0, len(truth))
 

@@ -112,6 +112,15 @@ class PoolStats:
     wanted_rows: int = 0
     state: Literal["idle", "dealing", "failed", "closed"] = "idle"
 
+    def rows_of_text(self) -> list[tuple[str, str]]:
+        """(label, value) pairs, formatted for people."""
+        return [
+            ("masks ahead", f"{self.rows:,} of {self.wanted_rows:,} rows, {self.nbytes / 1e6:,.1f} MB"),
+            ("dealt", f"{self.dealt_rows:,} rows, {self.rows_per_s:,.0f} rows/s"),
+            ("used", f"{self.taken_rows:,} rows"),
+            ("waits", f"{self.waits:,}, {self.waited_s:.3f} s"),
+        ]
+
 
 class Pool:
     """Masks ahead of time, refilled by a thread of its own.

@@ -45,6 +45,8 @@ class Grid(NamedTuple):
 
 SINGLE = Grid(torch.float32, 22)  # up to 2^23, sigma 2.4e6
 DOUBLE = Grid(torch.float64, 32)  # up to 2^33, sigma 2.5e9
+RING = Grid(torch.int64, 64)  # uniform over all of int64, so one term is enough: a sum modulo 2^64 shows nothing
+BY_TAG = {"F32": SINGLE, "F64": DOUBLE, "Z64": RING}
 
 
 def fresh_seed() -> bytes:
@@ -60,6 +62,12 @@ def draw(seed: bytes, rows: int, width: int, grid: Grid) -> torch.Tensor:
     """
     stream = keystream(seed)
     mask = torch.empty(rows, width, dtype=grid.dtype)
+    if grid.dtype == torch.int64:
+        flat = mask.view(-1).numpy()
+        for start in range(0, len(flat), WORDS_AT_ONCE):
+            size = len(flat[start : start + WORDS_AT_ONCE])
+            flat[start : start + size] = np.frombuffer(stream.update(bytes(8 * size)), dtype="<i8")
+        return mask
     step = max(1, WORDS_AT_ONCE // (TERMS * max(1, width)))
     for start in range(0, rows, step):
         part = mask[start : start + step].numpy()

@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Protocol
 from symbiosis.config import ActivationNoise, Masking, PrivacyOptions
 from symbiosis.errors import ConfigError
 from symbiosis.privacy.dealer import Pool
+from symbiosis.privacy.draws import RING
+from symbiosis.privacy.exact import ExactRemote, Ring
 from symbiosis.privacy.masking import GRIDS, WHAT_WEAK_DOES_NOT_STOP, MaskedRemote, refuse_unmaskable
 from symbiosis.privacy.noise import NoisyRemote
 from symbiosis.privacy.shares import Shares
-from symbiosis.privacy.verify import Verifier
+from symbiosis.privacy.verify import RingVerifier, Verifier
 
 if TYPE_CHECKING:
     from symbiosis.flight.protocol import Manifest
     from symbiosis.privacy.dealer import Source
     from symbiosis.sharing import Remote
 
-    class Dealing(Remote, Source, Protocol):
+    class Dealing(Remote, Source, Ring, Protocol):
         """A server that computes and deals; a Caller is one."""
 
 
-Hiding = MaskedRemote | NoisyRemote
+Hiding = ExactRemote | MaskedRemote | NoisyRemote
 
 
 def check_options(privacy: PrivacyOptions, manifest: Manifest) -> None:
@@ -62,6 +64,10 @@ def hide(privacy: PrivacyOptions, manifest: Manifest, server: Dealing, dealer: D
     assert isinstance(privacy, Masking)
     if privacy.dealer is None:
         warnings.warn(WHAT_WEAK_DOES_NOT_STOP, UserWarning, stacklevel=5)
+    if privacy.mode == "exact":
+        masks = Pool(dealer, RING, privacy.pool_bytes, timeout_s, privacy.when_empty)
+        verifier = RingVerifier(dealer, modules) if privacy.verify else None
+        return ExactRemote(server, modules, masks, dealer, privacy, verifier)
     grid = GRIDS[privacy.precision]
     pool: Pool | Shares
     if privacy.mode == "shares":

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from torch import nn
 from symbiosis.errors import ConfigError, ModelMismatchError, UnsupportedMethodError
 from symbiosis.privacy.dealer import Key, Pool, PoolStats
 from symbiosis.privacy.draws import DOUBLE, SINGLE
+from symbiosis.privacy.only_linears import OnlyLinears, finite_rows
 from symbiosis.privacy.repeats import Memory, Repeats
 from symbiosis.privacy.scale import Scale
 from symbiosis.privacy.shares import Shares
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 GRIDS = {"double": DOUBLE, "single": SINGLE}
 STRENGTHS = {"double": 256.0, "single": 4.0}
-LINEARS = ("linear", "conv1d")
 WHAT_WEAK_DOES_NOT_STOP = (
     "masking without a dealer is weak: the server that sees the masked rows also draws the masks, and can take them "
     "off. It protects from a log of single requests and from nothing else; it is here for comparison. "
@@ -46,7 +46,7 @@ WHAT_WEAK_DOES_NOT_STOP = (
 )
 
 
-class MaskedRemote:
+class MaskedRemote(OnlyLinears):
     """Masks what goes to a server.
 
     Args:
@@ -57,6 +57,8 @@ class MaskedRemote:
         verifier: checks replies, if given.
     """
 
+    why = "masks can be taken off linears only; wrap with granularity='linear'"
+
     def __init__(
         self,
         inner: Remote,
@@ -66,20 +68,13 @@ class MaskedRemote:
         verifier: Verifier | None = None,
     ) -> None:
         self._verifier = verifier
-        self._inner = inner
-        self._modules = modules
+        super().__init__(inner, modules)
         self._pool = pool
         self.options = options
         self._strength = options.strength or STRENGTHS[options.precision]
         self._memory = Memory(options.remember_bytes)
         self._lanes: dict[Key, _Lane] = {}
         self._lock = threading.Lock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MaskedRemote:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a live connection cannot be pickled; connect again in the other process")
 
     def call(self, op: str, modules: Sequence[str], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """As `Caller.call`, for linears.
@@ -91,13 +86,11 @@ class MaskedRemote:
             PrivacyBudgetError: the same row was sent too often.
         """
         self._check(op, modules, tensors[0].dtype)
-        x = tensors[0].detach().to("cpu", torch.float64, copy=True).contiguous()  # [N, d]; rows may be blanked
+        x, lost = finite_rows(tensors[0])  # [N, d]
         if not len(x):
             return self._inner.call(op, modules, tensors)
         key = Key(op, tuple(modules))
         lane = self._lane(key)
-        lost = ~x.isfinite().all(dim=1)  # they would be lost locally, too, and cannot be masked
-        x[lost] = 0
         with lane.lock:
             plan = lane.repeats.plan(x)
             hidden = torch.zeros_like(x)  # a row that is not sent again is padding, under a mask as any other
@@ -110,15 +103,6 @@ class MaskedRemote:
             lane.repeats.finish(plan, y)
         y[lost] = torch.nan
         return y.to(tensors[0])
-
-    def segment(self, *_: object) -> NoReturn:
-        raise UnsupportedMethodError("segments are not linear and cannot be masked; wrap with granularity='linear'")
-
-    def segment_grad(self, *_: object) -> NoReturn:
-        raise UnsupportedMethodError("segments are not linear and cannot be masked; wrap with granularity='linear'")
-
-    def weight_norms(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._inner.weight_norms(module)
 
     @property
     def label(self) -> str:
@@ -168,12 +152,7 @@ class MaskedRemote:
             return self._lanes[key]
 
     def _check(self, op: str, modules: Sequence[str], dtype: torch.dtype) -> None:
-        for name in modules:
-            info = self._modules.get(name)
-            if info is not None and info.kind not in LINEARS:
-                raise UnsupportedMethodError(
-                    f"{name} is a {info.kind}: masks can be taken off linears only; wrap with granularity='linear'"
-                )
+        self._refuse_others(modules)
         if self.options.precision == "single" and dtype != torch.float32:
             raise UnsupportedMethodError(
                 f"{op} of {', '.join(modules)} got {dtype}, and Masking(precision='single') sends float32. Load the "
@@ -212,12 +191,8 @@ class MaskingStats:
 
     def rows(self) -> list[tuple[str, str]]:
         """(label, value) pairs, formatted for people."""
-        pool = self.pool
         return [
-            ("masks ahead", f"{pool.rows:,} of {pool.wanted_rows:,} rows, {pool.nbytes / 1e6:,.1f} MB"),
-            ("dealt", f"{pool.dealt_rows:,} rows, {pool.rows_per_s:,.0f} rows/s"),
-            ("used", f"{pool.taken_rows:,} rows"),
-            ("waits", f"{pool.waits:,}, {pool.waited_s:.3f} s"),
+            *self.pool.rows_of_text(),
             ("not sent again", f"{self.answered_rows:,} rows, {self.remembered_bytes / 1e6:,.1f} MB remembered"),
             ("seen as outliers", f"{self.outlier_rows:,} rows"),
             ("scales shown", f"{self.scales:,}"),
@@ -275,6 +250,11 @@ def refuse_unmaskable(
     experts = next((info.name for info in manifest.modules if info.kind == "experts"), None)
     if experts is not None:
         raise UnsupportedMethodError(f"{experts} is a mixture of experts, which is not linear and cannot be masked")
+    if options.mode == "exact" and manifest.quantized:
+        raise UnsupportedMethodError(
+            f"the base is kept in {manifest.quantized}, and mode='exact' needs weights whose every bit is the same on "
+            "two machines; start both servers without --quantize, or use mode='dealer'"
+        )
     if options.precision == "double":
         return
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} if model is not None else set()

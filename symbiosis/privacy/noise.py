@@ -18,13 +18,14 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from symbiosis.errors import UnsupportedMethodError
 from symbiosis.privacy.gaussian import draw_normal, epsilon_of, mu_of
+from symbiosis.privacy.only_linears import OnlyLinears, finite_rows
 from symbiosis.tables import html_table
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from symbiosis.flight.protocol import Manifest, ModuleInfo
     from symbiosis.sharing import Remote
 
-LINEARS = ("linear", "conv1d")
 FINENESS_BITS = 20  # of a standard deviation
 NOT_LARGER = 1 - 2.0**-40  # so that rounding makes no clipped row longer than the clip
 ONLY_LINEARS = (
@@ -41,7 +41,7 @@ ONLY_LINEARS = (
 )
 
 
-class NoisyRemote:
+class NoisyRemote(OnlyLinears):
     """Clips what goes to a server, and adds noise.
 
     Args:
@@ -53,9 +53,10 @@ class NoisyRemote:
         sigma: standard deviation of the noise on each element of a row, by operation.
     """
 
+    why = ONLY_LINEARS
+
     def __init__(self, inner: Remote, modules: Mapping[str, ModuleInfo], options: ActivationNoise) -> None:
-        self._inner = inner
-        self._modules = modules
+        super().__init__(inner, modules)
         self.options = options
         self.mu = mu_of(options.epsilon, options.delta)
         self.clips = {"forward": options.clip, "grad_input": options.grad_clip or options.clip}
@@ -64,39 +65,19 @@ class NoisyRemote:
         self._sent = {op: _Sent() for op in self.clips}
         self._lock = threading.Lock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoisyRemote:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a live connection cannot be pickled; connect again in the other process")
-
     def call(self, op: str, modules: Sequence[str], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """As `Caller.call`, for linears; a row that is not finite comes back as NaN, and noise is sent for it.
 
         Raises:
             UnsupportedMethodError: not a linear; nothing was sent.
         """
-        for name in modules:
-            info = self._modules.get(name)
-            if info is not None and info.kind not in LINEARS:
-                raise UnsupportedMethodError(f"{name} is a {info.kind}. {ONLY_LINEARS}")
-        x = tensors[0].detach().to("cpu", torch.float64, copy=True).contiguous()  # [N, d]; rows may be blanked
+        self._refuse_others(modules)
+        x, lost = finite_rows(tensors[0])  # [N, d]
         if not len(x):
             return self._inner.call(op, modules, tensors)
-        lost = ~x.isfinite().all(dim=1)
-        x[lost] = 0
         y = self._inner.call(op, modules, [self._noisy(op, modules, x).to(tensors[0])])
         y[lost.to(y.device)] = torch.nan
         return y
-
-    def segment(self, *_: object) -> NoReturn:
-        raise UnsupportedMethodError(f"a segment was asked for. {ONLY_LINEARS}")
-
-    def segment_grad(self, *_: object) -> NoReturn:
-        raise UnsupportedMethodError(f"a segment was asked for. {ONLY_LINEARS}")
-
-    def weight_norms(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._inner.weight_norms(module)
 
     def check(self, manifest: Manifest, model: nn.Module | None = None, granularity: str = "linear") -> None:
         """Refuse by name what takes no noise.
@@ -105,10 +86,10 @@ class NoisyRemote:
             UnsupportedMethodError: experts, DoRA, or calls of more than linears.
         """
         if granularity not in ("auto", "linear"):
-            raise UnsupportedMethodError(f"granularity={granularity!r} was asked for. {ONLY_LINEARS}")
+            raise UnsupportedMethodError(f"granularity={granularity!r} was asked for: {ONLY_LINEARS}")
         experts = next((info.name for info in manifest.modules if info.kind == "experts"), None)
         if experts is not None:
-            raise UnsupportedMethodError(f"{experts} is a mixture of experts. {ONLY_LINEARS}")
+            raise UnsupportedMethodError(f"{experts} is a mixture of experts: {ONLY_LINEARS}")
         for name, module in model.named_modules() if model is not None else ():
             used = getattr(module, "use_dora", None)  # as in adapters.py, which this row may not import
             if isinstance(used, dict) and any(used.values()):

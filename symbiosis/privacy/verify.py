@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from symbiosis.errors import WrongReplyError
 
 if TYPE_CHECKING:
+    from symbiosis.flight.protocol import ModuleInfo
     from symbiosis.sharing import Remote
 
 CHECKS = 16
@@ -111,6 +112,71 @@ class Verifier:
         else:  # modules of one input width share their signs: their gradients come as a sum
             signs, other = self._shared_signs.setdefault(len(columns), _signs(len(columns))), "forward"
         return _Secret(signs, self._dealer.call(other, [name], [signs]), rows.double().norm().item())
+
+
+class Ring(Protocol):
+    """A server that computes in integers; a Caller is one."""
+
+    def whole(self, op: str, modules: Sequence[str], x: torch.Tensor) -> torch.Tensor:
+        """int64 [N, d] to int64 [N, d'], modulo 2^64."""
+
+
+class RingVerifier:
+    """The same in the integers modulo 2^64, where nothing is rounded, and so any lie at all is wrong.
+
+    Args:
+        dealer: computes with the same integer weights, and does not tell the server the secrets.
+        modules: what the server serves, by name.
+    """
+
+    def __init__(self, dealer: Ring, modules: Mapping[str, ModuleInfo]) -> None:
+        self._dealer = dealer
+        self._modules = modules
+        self._secrets: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._shared_signs: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        self.checked_rows = 0
+
+    def check(self, op: str, modules: Sequence[str], sent: torch.Tensor, reply: torch.Tensor) -> None:
+        """Check rows as they travelled: sent [N, d], reply [N, d'], both int64.
+
+        Raises:
+            WrongReplyError: names the modules.
+        """
+        known = [self._secret(op, name) for name in modules]
+        if op == "forward":
+            parts = reply.split([signs.shape[1] for signs, _ in known], dim=1)
+            for name, part, (signs, products) in zip(modules, parts, known, strict=True):
+                self._compare(op, name, part @ signs.t(), sent @ products.t())  # [N, CHECKS]
+        else:
+            parts = sent.split([products.shape[1] for _, products in known], dim=1)
+            pairs = zip(parts, known, strict=True)
+            expected = torch.stack([part @ products.t() for part, (_, products) in pairs]).sum(0)
+            self._compare(op, ", ".join(modules), reply @ known[0][0].t(), expected)
+        self.checked_rows += len(sent)
+
+    @staticmethod
+    def _compare(op: str, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        wrong = (found != expected).any(dim=1)
+        if wrong.any():
+            raise WrongReplyError(
+                f"the reply to {op} of {name} is not what the base's integer weights give: row "
+                f"{int(wrong.nonzero()[0])} of {len(found)} and {int(wrong.sum()) - 1} others. The result was thrown "
+                "away; do not go on with this server"
+            )
+
+    def _secret(self, op: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Signs [CHECKS, d'] and their products with the weight [CHECKS, d]."""
+        with self._lock:
+            if (op, name) not in self._secrets:
+                info = self._modules[name]
+                if op == "forward":
+                    signs, other = _signs(info.d_out).to(torch.int64), "grad_input"
+                else:  # modules of one input width share their signs: their gradients come as a sum
+                    signs = self._shared_signs.setdefault(info.d_in, _signs(info.d_in).to(torch.int64))
+                    other = "forward"
+                self._secrets[op, name] = signs, self._dealer.whole(other, [name], signs)
+            return self._secrets[op, name]
 
 
 def tolerance(reply: torch.Tensor, sources: Sequence[tuple[torch.Tensor, _Secret]]) -> torch.Tensor:

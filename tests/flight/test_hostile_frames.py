@@ -134,7 +134,7 @@ FRAMES = {
         "PROTOCOL",
         request(seed=bytes(32), tensors=[{"dtype": "BF16", "shape": [2, D_IN]}]),
         EMPTY,
-        "one tensor of F32 or F64",
+        "one tensor of F32, F64 or Z64",
     ),
     "seed_of_a_block": Attack(
         "a mask for what is not linear",
@@ -158,6 +158,27 @@ FRAMES = {
         ),
         body(2 * D_IN * 8),
         "F64 is for linears only",
+    ),
+    "integers_of_a_block": Attack(
+        "whole numbers where nothing multiplies them",
+        "INVALID_INPUT",
+        request(tensors=[tensor("Z64", 2, D_IN)], modules=[MLP]),
+        body(2 * D_IN * 8),
+        "Z64 is for linears only",
+    ),
+    "integers_in_the_gradient_of_a_segment": Attack(
+        "whole numbers where a gradient is asked for",
+        "INVALID_INPUT",
+        request(
+            op="segment_grad",
+            modules=[],
+            tensors=[tensor("Z64", 2, D_IN)] * 2,
+            steps=[["scale", [], [0], 2.0]],
+            outputs=[1],
+            wrt=[0],
+        ),
+        body(4 * D_IN * 8),
+        "Z64 is for linears only",
     ),
     "seed_of_4_billion_rows": Attack(
         "a mask that fills the memory",

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from symbiosis.privacy.draws import DOUBLE, SINGLE, Grid, draw, fresh_seed
+from symbiosis.privacy.draws import DOUBLE, RING, SINGLE, Grid, draw, fresh_seed
 
 SEED = bytes(range(32))
 
@@ -90,3 +90,11 @@ def test_rows_columns_and_seeds_are_independent() -> None:
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
 def test_an_empty_mask(shape: tuple[int, int]) -> None:
     assert draw(SEED, *shape, SINGLE).shape == shape
+
+
+def test_a_mask_of_the_ring_is_the_keystream_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = struct.unpack("<35q", chacha20(SEED, 5)[: 8 * 35])
+
+    assert draw(SEED, 5, 7, RING).flatten().tolist() == list(expected)
+    monkeypatch.setattr("symbiosis.privacy.draws.WORDS_AT_ONCE", 9)
+    assert draw(SEED, 5, 7, RING).flatten().tolist() == list(expected)
