@@ -42,7 +42,7 @@ from symbiosis.flight.fingerprint import served_fingerprint
 from symbiosis.flight.protocol import Manifest
 from symbiosis.flight.replicas import Replicas
 from symbiosis.flight.same_host_channel import SameHostChannel, on_this_host
-from symbiosis.flight.tls import Tls
+from symbiosis.flight.tls import Tls, certificate_of
 from symbiosis.plan import Granularity, Place, Plan
 from symbiosis.privacy.hiding import Hiding, check_options, hide
 from symbiosis.privacy.masking import check_dealer
@@ -141,14 +141,18 @@ def connect(
 
 
 def _channel(url: str, options: ClientOptions) -> Channel:
-    tls = Tls(
-        options.tls_ca, options.tls_fingerprint, options.tls_hostname, options.tls_client_cert, options.tls_client_key
-    )
-    flight = FlightChannel(url, options.max_streams, options.keepalive_s, tls, options.secret(), options.server_key)
+    tls, token = _tls(options), options.secret()
+    flight = FlightChannel(url, options.max_streams, options.keepalive_s, tls, token, options.server_key)
     if not options.same_host or options.server_key or not on_this_host(flight.url):
         return flight
     limit = options.max_message_bytes or protocol.MAX_MESSAGE_BYTES
     return SameHostChannel(flight, limit, options.max_streams, options.keepalive_s)
+
+
+def _tls(options: ClientOptions) -> Tls:
+    return Tls(
+        options.tls_ca, options.tls_fingerprint, options.tls_hostname, options.tls_client_cert, options.tls_client_key
+    )
 
 
 class Connection:
@@ -368,6 +372,11 @@ class Connection:
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         epsilon = Epsilon(spent.epsilon, spent.target_epsilon, spent.delta) if spent is not None else None
         self.bus.emit(StepEvent(self._steps, value, time.perf_counter(), learning_rate, tokens, steps, epsilon))
+
+    def certificates(self) -> list[bytes]:
+        """What its servers show in TLS now, DER; of those without TLS, or that cannot be reached, nothing."""
+        shown = [certificate_of(url, _tls(self.options)) for url in self._replicas.urls]
+        return [certificate for certificate in shown if certificate is not None]
 
     def health(self) -> protocol.Health:
         """Whether the server computes: it runs a real GEMM before it answers."""

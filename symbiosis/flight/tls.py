@@ -75,6 +75,17 @@ def client_arguments(url: str, tls: Tls, timeout_s: float = PROBE_TIMEOUT_S) -> 
     return arguments
 
 
+def certificate_of(url: str, tls: Tls, timeout_s: float = PROBE_TIMEOUT_S) -> bytes | None:
+    """The certificate that a server shows, DER, trusted or not; None where there is none to see."""
+    if not url.startswith(PREFIX):
+        return None
+    try:
+        with _handshake(url, _unverified(tls), timeout_s) as connection:
+            return connection.getpeercert(binary_form=True)
+    except OSError:  # ssl's errors, too: whoever cannot be reached has shown none
+        return None
+
+
 def explain(url: str, tls: Tls, timeout_s: float = PROBE_TIMEOUT_S) -> SymbiosisError | None:
     """Why no connection came about, if TLS is the reason; None if it is another."""
     try:

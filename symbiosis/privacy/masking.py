@@ -33,7 +33,7 @@ from symbiosis.privacy.verify import Verifier
 from symbiosis.tables import html_table
 
 if TYPE_CHECKING:
-    from symbiosis.config import Masking
+    from symbiosis.config import ClientOptions, Masking
     from symbiosis.flight.protocol import Manifest, ModuleInfo
     from symbiosis.sharing import Remote
 
@@ -211,19 +211,28 @@ class Peer(Protocol):
 
     manifest: Manifest
     instances: frozenset[str]
+    options: ClientOptions
+
+    def certificates(self) -> list[bytes]:
+        """What its servers show in TLS, DER."""
 
 
 def check_dealer(server: Peer, dealer: Peer) -> None:
     """Compare a server and the one that deals for it.
 
     Raises:
-        ConfigError: they are one.
+        ConfigError: they are one, or have one key.
         ModelMismatchError: they hold different weights.
     """
     if server.instances & dealer.instances:
         raise ConfigError(
             "the dealer is the server itself: it would see the masked rows and their masks. Give the URL of another "
             "server, of another host; Masking(dealer=None) is the weak form, for comparison"
+        )
+    if shared := _host_keys(server) & _host_keys(dealer):
+        raise ConfigError(
+            f"the server and the dealer have the same {min(shared)[0]}: whoever holds it is both, and could take the "
+            "masks off. Give the URL of a server of somebody else, with a key of its own"
         )
     held, dealt = server.manifest, dealer.manifest
     if (held.fingerprint, held.quantized) != (dealt.fingerprint, dealt.quantized):
@@ -232,6 +241,20 @@ def check_dealer(server: Peer, dealer: Peer) -> None:
             f"{dealt.model} in {dealt.kept_as} with {dealt.fingerprint[:12]}; start both with the same checkpoint, "
             "dtype and --quantize"
         )
+
+
+def _host_keys(peer: Peer) -> set[tuple[str, str]]:
+    """(what kind, which) of each key that tells whose a server is."""
+    keys = {("TLS key", _public_key(certificate)) for certificate in peer.certificates()}
+    return keys | ({("payload key", peer.options.server_key)} if peer.options.server_key else set())
+
+
+def _public_key(certificate: bytes) -> str:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    key = x509.load_der_x509_certificate(certificate).public_key()
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo).hex()
 
 
 def refuse_unmaskable(
