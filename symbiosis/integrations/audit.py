@@ -34,6 +34,7 @@ LAYERS = 2
 RANK = 8
 BARE: dict[str, Any] = {"remember_bytes": 0, "row_budget": 1e9}  # masks alone, without memory of rows that come again
 REPETITIONS = (1, 100, 1000)
+REUSED = 64  # masks in the pool that is used again, to show why none is
 CLIP = 8.0  # the median norm of the first layer's inputs of the demo model
 NOISES = {
     f"noise, epsilon {epsilon:g}": ActivationNoise(epsilon=epsilon, delta=1e-5, clip=CLIP) for epsilon in (1, 1e5)
@@ -119,19 +120,32 @@ def _audit(
         up_proj.register_forward_hook(lambda module, args, output: output + args[0] @ update.t())  # an adapter
         for ids in private:
             client(input_ids=ids[None])
-    prefix = next(e.modules[0] for e in tap.exchanges if e.tensors).rsplit(".self_attn", 1)[0]
-    query = f"{prefix}.self_attn.q_proj"
+        exchanges = list(tap.exchanges)
+        prefix = next(e.modules[0] for e in exchanges if e.tensors).rsplit(".self_attn", 1)[0]
+        query = f"{prefix}.self_attn.q_proj"
+        found = []
+        if name == "plain":
+            call = connection._caller.call
+            found.append(
+                audit.extract_weights(lambda x: call("forward", [query], [x]), model.get_submodule(query).weight)
+            )
     new = _first_of_each(private)  # a row that comes again in one call is not sent again
     truth = private[new]
-    seen = audit.sent_to(tap.exchanges, query)[new.flatten()]
-    found = [audit.identify_tokens(name, seen, truth, candidates)]
-    taken_off = audit.unmasked(tap.exchanges, query)[new.flatten()]
+    seen = audit.sent_to(exchanges, query)[new.flatten()]
+    looked_up = audit.identify_tokens(name, seen, truth, candidates)
+    found.append(looked_up)
+    taken_off = audit.unmasked(exchanges, query)[new.flatten()]
     same = torch.equal(taken_off, seen)  # no masks that this server drew: nothing more to look up
-    again = replace(found[0], attack="unmask")
+    again = replace(looked_up, attack="unmask")
     found.append(again if same else audit.identify_tokens(name, taken_off, truth, candidates, "unmask"))
-    inputs, outputs = (audit.unmasked(tap.exchanges, f"{prefix}.mlp.{end}_proj") for end in ("gate", "down"))
+    inputs, outputs = (audit.unmasked(exchanges, f"{prefix}.mlp.{end}_proj") for end in ("gate", "down"))
+    directions = min(REUSED, seen.shape[1] // 4)
+    found.append(audit.project_out(name, seen, truth, candidates, directions))
+    if name == "plain":  # what was sent, as it would look under masks that are used again
+        under = audit.reused(seen, directions, 256.0)
+        found.append(audit.project_out(f"{directions} masks again", under, truth, candidates, directions))
     found.append(audit.regress_adapter(name, inputs, outputs, gate, up, update))
-    found.append(audit.infer_lengths(name, tap.exchanges, query, [len(ids) for ids in private]))
+    found.append(audit.infer_lengths(name, exchanges, query, [len(ids) for ids in private]))
     return found
 
 

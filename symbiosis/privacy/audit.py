@@ -2,8 +2,10 @@
 
     tokens       the first layer's input is a function of the token: look each row up in the public embedding
     unmask       a server that drew the masks itself (weak) takes them off again, then the same
+    projection   take away the few directions in which most of the traffic lies, as masks do that are used again
     repetition   the mean of many maskings of one row, then the same
     adapter      least squares of a LoRA on up_proj from the inputs of two consecutive layers
+    weights      what a client learns of the server's weights, by rows of its choice
     lengths      how many tokens each sequence has, from the sizes of messages
 
 One rule: an attack gets what the host has, and no more: what travelled, the base's weights, and public text for
@@ -14,7 +16,7 @@ prove nothing where it fails. Findings stand beside what the same attack finds i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +54,7 @@ class Finding:
     @property
     def margin(self) -> float:
         """How far above chance a success may be by luck, in 1% of audits."""
-        spread = 1.0 if self.attack == "adapter" else self.chance * (1 - self.chance)
+        spread = 1.0 if self.attack in ("adapter", "weights") else self.chance * (1 - self.chance)
         return CONFIDENCE * math.sqrt(max(spread, 1 / self.tries) / self.tries)
 
     @property
@@ -98,10 +100,13 @@ class Candidates:
         counts = torch.bincount(text.flatten(), minlength=len(rows)).float() + 0.1
         self._prior = (counts / counts.sum()).log()
 
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Candidates:
+        """The same, after what was done to the rows that were sent: [V, d] to [V, d]."""
+        return Candidates(change(self.rows), self._text)
+
     def clipped(self, norm: float) -> Candidates:
         """The same, as they are sent where rows are clipped to a norm."""
-        sizes = self.rows.norm(dim=1, keepdim=True)
-        return Candidates(self.rows * (norm / sizes.clamp_min(norm)), self._text)
+        return self.changed(lambda rows: rows * (norm / rows.norm(dim=1, keepdim=True).clamp_min(norm)))
 
     def identify(self, seen: torch.Tensor, sigma: float) -> torch.Tensor:
         """The likeliest token of each row [N, d] of a token's row plus noise of deviation sigma: [N]."""
@@ -153,6 +158,37 @@ def _drawn(exchange: Exchange, grid: Grid) -> torch.Tensor:
     assert exchange.request.seed is not None
     rows, width = exchange.request.tensors[0].shape
     return draw(exchange.request.seed, rows, width, grid)
+
+
+def project_out(
+    setting: str, seen: torch.Tensor, truth: torch.Tensor, candidates: Candidates, directions: int
+) -> Finding:
+    """Look rows [N, d] up without the directions that hold most of them; so for candidates, too."""
+    _, _, basis = torch.linalg.svd(seen.double(), full_matrices=False)
+    away = basis[:directions]  # [k, d], orthonormal
+
+    def rest(rows: torch.Tensor) -> torch.Tensor:
+        kept: torch.Tensor = rows.double() - (rows.double() @ away.t()) @ away
+        return kept
+
+    return identify_tokens(setting, rest(seen), truth, candidates.changed(rest), "projection")
+
+
+def reused(seen: torch.Tensor, masks: int, strength: float) -> torch.Tensor:
+    """Rows [N, d] as they would be sent under a pool of so many masks, each used again and again."""
+    pool = draw(fresh_seed(), masks, seen.shape[1], DOUBLE)
+    size = strength * seen.double().norm(dim=1).max() / DOUBLE.sigma
+    chosen = torch.randint(masks, (len(seen),), generator=torch.Generator().manual_seed(3))
+    under: torch.Tensor = seen.double() + size * pool[chosen]
+    return under
+
+
+def extract_weights(call: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor) -> Finding:
+    """How much of a weight [d_out, d_in] a client has after d_in rows: the cosine; one column for each row."""
+    with torch.no_grad():
+        found = call(torch.eye(weight.shape[1])).t()  # [d_out, d_in]
+    cosine = functional.cosine_similarity(found.flatten().double(), weight.detach().flatten().double(), dim=0)
+    return Finding("client", "weights", cosine.item(), 0.0, weight.numel())
 
 
 def repetition(

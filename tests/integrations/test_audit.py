@@ -21,12 +21,22 @@ def check(report: Report) -> None:
         assert report.of(setting, "unmask").success >= 0.95, report
         assert report.of(setting, "adapter").success >= 0.95, report
     assert report.of("plain", "tokens").success >= 0.95, report
-    for attack in ("tokens", "unmask", "adapter"):
+    assert report.of("client", "weights").success >= 0.999, report
+    assert next(f for f in report.findings if f.setting.endswith("masks again")).success >= 0.5, report
+    for attack in ("tokens", "unmask", "projection", "adapter"):
         for setting in ("shares", "exact", "noise, epsilon 1"):
             assert is_luck(report.of(setting, attack)), str(report)
     assert report.of("noise, epsilon 100000", "tokens").success >= 0.95, report
     assert is_luck(report.of("noise, epsilon 1", "repetition x1")), str(report)
-    for attack in ("tokens", "unmask", "adapter", "repetition x1", "repetition x100", "repetition x1,000"):
+    for attack in (
+        "tokens",
+        "unmask",
+        "projection",
+        "adapter",
+        "repetition x1",
+        "repetition x100",
+        "repetition x1,000",
+    ):
         assert is_luck(report.of("dealer", attack)), str(report)
     for times in ("1", "100", "1,000"):  # there is no budget that this would be beyond
         assert is_luck(report.of("exact", f"repetition x{times}")), str(report)
