@@ -275,7 +275,9 @@ class Pool:
         for key, shelf in self._shelves.items():
             if shelf.wanted > shelf.rows and shelf.error is None:
                 return key, shelf, max(shelf.wanted - shelf.rows, FEWEST_ROWS if shelf.uses > 1 else 0)
-        low = [(s.last_use, key, s) for key, s in self._shelves.items() if s.uses > 1 and 2 * s.rows <= s.target]
+        # Not what is stale: it would be dealt, thrown away for others and dealt again, without end.
+        used = [(key, s) for key, s in self._shelves.items() if s.uses > 1 and s.last_use >= self._stale_before]
+        low = [(s.last_use, key, s) for key, s in used if 2 * s.rows <= s.target]
         if not low or self._paused:
             return None
         _, key, shelf = min(low, key=lambda item: item[0])
@@ -285,10 +287,13 @@ class Pool:
             return (key, shelf, FEWEST_ROWS) if self._free_stale() else None
         return key, shelf, rows
 
+    @property
+    def _stale_before(self) -> int:
+        return self._takes - STALE_ROUNDS * len(self._shelves)
+
     def _free_stale(self) -> bool:
         """Throw away masks of keys that are no longer used; True if there were any."""
-        oldest = self._takes - STALE_ROUNDS * len(self._shelves)
-        stale = [shelf for shelf in self._shelves.values() if shelf.rows and shelf.last_use < oldest]
+        stale = [shelf for shelf in self._shelves.values() if shelf.rows and shelf.last_use < self._stale_before]
         for shelf in stale:
             self._nbytes -= sum(chunk.nbytes for chunk in shelf.chunks)
             shelf.chunks.clear()

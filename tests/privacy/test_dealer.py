@@ -218,3 +218,21 @@ def test_the_dealing_thread_outlives_the_clearing_of_stale_masks(make: Callable[
 
     assert pool._thread is not None
     assert pool._thread.is_alive()
+
+
+def test_a_full_pool_stops_dealing_though_a_key_is_stale(make: Callable[..., Pool], dealer: Dealer) -> None:
+    """Masks of a key that is no longer used make room once, and are not dealt again until it is used again."""
+    row_bytes = 4 * (WIDTH + OUT)
+    pool = make(limit_bytes=3 * FEWEST_ROWS * row_bytes)
+    for key in (KEY, OTHER):
+        for _ in range(20):
+            pool.take(key, FEWEST_ROWS, WIDTH)
+
+    dealt = -1
+    deadline_s = time.monotonic() + PATIENCE_S
+    while dealt != (dealt := len(dealer.calls)):
+        assert time.monotonic() < deadline_s, f"{dealt} dealings, and no end"
+        time.sleep(0.2)
+
+    pool.take(KEY, FEWEST_ROWS, WIDTH)  # which waits for masks of its own
+    assert pool.stats().nbytes <= 4 * FEWEST_ROWS * row_bytes
