@@ -176,7 +176,7 @@ class Pool:
         with self._changed:
             rate = self._dealt / self._dealing_s if self._dealing_s else 0.0
             rows = sum(shelf.rows for shelf in self._shelves.values())
-            wanted = sum(shelf.target for shelf in self._shelves.values() if shelf.uses > 1)
+            wanted = sum(shelf.target for _, shelf in self._refilled())
             return PoolStats(
                 rows, self._nbytes, self._dealt, self._taken, rate, self._waits, self._waited_s, wanted, self._state()
             )
@@ -275,9 +275,7 @@ class Pool:
         for key, shelf in self._shelves.items():
             if shelf.wanted > shelf.rows and shelf.error is None:
                 return key, shelf, max(shelf.wanted - shelf.rows, FEWEST_ROWS if shelf.uses > 1 else 0)
-        # Not what is stale: it would be dealt, thrown away for others and dealt again, without end.
-        used = [(key, s) for key, s in self._shelves.items() if s.uses > 1 and s.last_use >= self._stale_before]
-        low = [(s.last_use, key, s) for key, s in used if 2 * s.rows <= s.target]
+        low = [(s.last_use, key, s) for key, s in self._refilled() if 2 * s.rows <= s.target]
         if not low or self._paused:
             return None
         _, key, shelf = min(low, key=lambda item: item[0])
@@ -286,6 +284,10 @@ class Pool:
         if rows < min(missing, FEWEST_ROWS):
             return (key, shelf, FEWEST_ROWS) if self._free_stale() else None
         return key, shelf, rows
+
+    def _refilled(self) -> list[tuple[Key, _Shelf]]:
+        """Not what is stale: it would be dealt, thrown away for others and dealt again, without end."""
+        return [(key, s) for key, s in self._shelves.items() if s.uses > 1 and s.last_use >= self._stale_before]
 
     @property
     def _stale_before(self) -> int:

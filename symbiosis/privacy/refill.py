@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from symbiosis.errors import ConfigError, DeadlineExceededError, MasksExhaustedError
+from symbiosis.privacy.exact import ExactRemote
 from symbiosis.privacy.masking import MaskedRemote
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def fill_masks(connection: Any, timeout_s: float = 600.0) -> PoolStats:
         DeadlineExceededError: it took longer.
     """
     privacy = connection.privacy
-    if not isinstance(privacy, MaskedRemote) or privacy.options.mode == "shares":
+    if not isinstance(privacy, MaskedRemote | ExactRemote) or privacy.options.mode == "shares":
         raise ConfigError(
             f"{connection!r} keeps no masks ahead; connect with privacy=symbiosis.privacy.Masking(dealer=URL), and no "
             "mode='shares'"
